@@ -94,8 +94,8 @@ class Sent:
 class SlowModel:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.limits, self.seconds = scenario, scenario.batching, scenario.seconds
-        rates = {size: size / (seconds + 0.0002) for size, seconds in self.seconds.items()}
-        self.full = min(size for size, rate in rates.items() if rate >= max(rates.values()) / 1.03)
+        rates = {size: size / (seconds + 0.0005) for size, seconds in self.seconds.items()}
+        self.full = self.enough = min(size for size, rate in rates.items() if rate >= max(rates.values()) / 1.015)
         self.queue: list[Piece] = []  # in order of arrival, retried ones in front; priorities are sorted out by `take`
         self.sent: list[Sent] = []
         self.pieces: dict[int, list[Piece]] = {}
@@ -193,7 +193,7 @@ class SlowModel:
 
     def send(self, *, waited: bool = False) -> None:
         while self.queue and len(self.sent) < 2 * self.limits.instances:
-            if self.rows < self.full:
+            if self.rows < self.enough:
                 running = sum(batch.rows for batch in self.sent)
                 company = min(math.ceil(self.peak / self.limits.instances), round(self.peak) - running)
                 if len(self.sent) >= self.limits.instances:
@@ -204,14 +204,25 @@ class SlowModel:
             waited, self.alarm = False, math.inf
             total = self.rows + sum(batch.rows for batch in self.sent)
             self.peak = max(total, self.peak + (total - self.peak) / 4)
+            self.enough = self.sent_at_once(round(self.peak))
             pieces = self.take()
             batch = Sent(pieces, sum(len(piece.rows) for piece in pieces))
             self.queue = [piece for piece in self.queue if piece not in pieces]
             self.sent.append(batch)
             self.start()
 
+    def sent_at_once(self, rows: int) -> int:
+        """One batch more than there are instances, unless without it the instances, idle between two, are faster."""
+        batches = self.limits.instances + 1
+        small = max((size for size in self.seconds if size <= self.full and size * batches <= 1.1 * rows), default=None)
+        if small is None:
+            return self.full
+        large = min(self.full, max(small, rows // self.limits.instances))
+        idle = 0.00015
+        return small if self.seconds[small] / small <= self.seconds[large] / large + idle else self.full
+
     def size(self) -> int:
-        whole = self.share(self.rows)
+        whole = min(self.enough, self.share(self.rows))
         left = min(piece.deadline for piece in self.queue) - self.now - self.wait(0)
         sizes = [whole >> halvings for halvings in range(whole.bit_length())]
         return next((size for size in sizes if not self.later(self.seconds[size], left)), whole)
@@ -396,7 +407,7 @@ def any_scenario(seed: int, requests: int) -> Scenario:
     choose = Random(seed)
     max_batch, base, each = (
         choose.randint(1, 8),
-        choose.choice([0.003, 0.043, 0.31]),
+        choose.choice([0.00003, 0.003, 0.043, 0.31]),
         choose.choice([0.0007, 0.019, 0.11]),
     )
     batching = Batching(

@@ -21,11 +21,12 @@ def test_the_curve_interpolates_and_follows_what_is_measured() -> None:
 
 def test_the_best_size_is_the_smallest_measured_one_that_is_nearly_the_fastest() -> None:
     known = LatencyCurve({1: 1.0, 4: 3.1, 8: 6.1, 32: 24.2})
-    assert known.best_size(32) == 4  # 32 is 2.4 % faster an image
+    assert known.best_size(32) == 8  # 32 is .8 % faster an image
+    assert known.best_size(4) == 4
     assert known.best_size(3) == 1
     assert known.best_size(32, preferred=(8, 32)) == 8
     assert known.best_size(256, preferred=(64, 8)) == 8  # 64 was not measured
-    assert known.best_size(256, preferred=(64,)) == 4
+    assert known.best_size(256, preferred=(64,)) == 8
     assert LatencyCurve({1: 0.0002, 2: 0.0004, 4: 0.0008}).best_size(4) == 4  # every batch costs a hand-over
     assert LatencyCurve({4: 1.0}).best_size(2) == 2
     # Sizes are compared at their fastest, and what is measured live of one of them alone changes nothing.
@@ -66,12 +67,47 @@ def test_what_a_batch_rarely_exceeds_is_the_mean_and_twice_its_deviation() -> No
     assert LatencyCurve().at_most(8) == 0
 
 
-def test_a_size_is_worth_it_from_three_percent_on() -> None:
+def test_a_size_is_worth_it_from_one_and_a_half_percent_on() -> None:
     def best(gain: float) -> int:
         alone = 1.0
-        return LatencyCurve({1: alone - 0.0002, 2: 2 * alone / gain - 0.0002}).best_size(8)
+        return LatencyCurve({1: alone - 0.0005, 2: 2 * alone / gain - 0.0005}).best_size(8)
 
-    assert (best(1.0299), best(1.0301)) == (1, 2)
+    assert (best(1.0149), best(1.0151)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "instances", "size"),
+    [
+        (64, 2, 16),
+        (48, 2, 16),  # two run and one stands by
+        (44, 2, 16),  # 4 of the 48 are on their way
+        (43, 2, 8),
+        (1000, 2, 32),  # the best size
+        (4, 2, 1),
+        (2, 2, 32),  # two images, two instances: nothing can stand by
+        (16, 1, 8),
+        (64, 7, 8),
+    ],
+)
+def test_a_batch_stands_by_if_the_requests_are_enough(rows: int, instances: int, size: int) -> None:
+    known = LatencyCurve({size: 0.001 * size for size in (1, 2, 4, 8, 16, 32)})
+    assert known.size_to_stand_by(rows, instances, best=32) == size
+    assert LatencyCurve().size_to_stand_by(rows, instances, best=32) == 32
+
+
+def test_no_batch_stands_by_where_small_ones_cost_more_than_the_time_between_two() -> None:
+    def chosen(of_two: float) -> int:
+        return LatencyCurve({1: 0.001, 2: of_two}).size_to_stand_by(4, instances=2, best=2)
+
+    assert (chosen(2 * (0.001 - 0.000149)), chosen(2 * (0.001 - 0.000151))) == (1, 2)
+    slow = LatencyCurve({1: 1.0, 2: 1.0, 4: 1.0})  # as on a GPU
+    assert [slow.size_to_stand_by(rows, 1, best=4) for rows in (1, 2, 4, 8, 16)] == [4, 4, 4, 4, 4]
+    assert known_optimum().size_to_stand_by(96, 2, best=32, preferred=(32,)) == 32
+    assert known_optimum().size_to_stand_by(60, 2, best=32, preferred=(32,)) == 32
+
+
+def known_optimum() -> LatencyCurve:
+    return LatencyCurve({1: 0.001, 16: 0.016, 32: 0.032})
 
 
 def test_a_batch_between_two_sizes_moves_these_two_most() -> None:

@@ -5,7 +5,7 @@ When a batch is sent
 * A full batch is sent at once, even while every instance is busy: each instance has one full batch standing by, so that
   it need not wait for the event loop between two batches. "Full" is the smallest size up to `max_batch` whose images a
   second are nearly the best of the latency curve: on a CPU a batch of 8 is often as fast for each image as one of 32,
-  and answered sooner.
+  and answered sooner. Where the recent concurrency is too small for that, a smaller size is enough.
 * When several instances are idle, each gets its share of the queue; a request may then be split.
 * A partial batch is sent only to an idle instance, once it holds its share of the recent concurrency: the peak of rows
   queued and running, which decays by a quarter with every batch. So a single client never waits, and the requests of
@@ -26,6 +26,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -35,8 +36,8 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import BatchResult, InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, ignore, priority_level
+from vitx.serve.callbacks import batch_of_replies, settle
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
-from vitx.serve.futures import settle
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes, ModelStatistics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -80,8 +81,8 @@ class Batcher:
         self._concurrent_rows = 1.0
         self._reply_lag = 0.0
         self._rows_per_second = 0.0
-        # Rows of a batch that is sent at once.
         self.full_batch = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
+        self._enough = self.full_batch  # rows of a batch that is sent at once: full, or so many that one can stand by
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # kept here: uvloop's handle of a timer below one millisecond has no `when`
         self._closed = False
@@ -140,7 +141,8 @@ class Batcher:
         submission.parts = [RequestPart(piece, submission.on_part, level, deadline, now) for piece in pieces]
         for part in submission.parts:
             self._queue.push(part)
-            self._refuse_later(part, self._queue.rows_before(level))
+            if deadline is not None:
+                self._refuse_later(part, self._queue.rows_before(level))
         self._send_due_batches()
         return submission
 
@@ -227,7 +229,7 @@ class Batcher:
         """Send every batch that is due; set the timer for a partial batch that may still wait."""
         while self._queue.rows and len(self._running) < 2 * self.batching.instances:
             idle = len(self._running) < self.batching.instances
-            if self._queue.rows < self.full_batch:
+            if self._queue.rows < self._enough:
                 now = time.monotonic()
                 if not idle:
                     return
@@ -278,8 +280,12 @@ class Batcher:
         rows_now = float(self._queue.rows + self.running)
         decayed = self._concurrent_rows + (rows_now - self._concurrent_rows) / 4
         self._concurrent_rows = max(rows_now, decayed)
+        self._enough = self.curve.size_to_stand_by(
+            round(self._concurrent_rows), self.batching.instances, self.full_batch, self.batching.preferred
+        )
+        before = self._queue.rows
         parts = self._queue.take(self._size(now), now)
-        rows = sum(part.rows for part in parts)
+        rows = before - self._queue.rows
         # Alone by the recent concurrency: a batch that begins alone may soon have others beside it.
         batch = Batch(parts, rows, self._infer if rows >= round(self._concurrent_rows) else self._under_load)
         for part in parts:
@@ -289,8 +295,8 @@ class Batcher:
         self._threads.put(batch)
 
     def _size(self, now: float) -> int:
-        """Rows of the next batch: the best size, halved until it meets the earliest deadline if any size does."""
-        whole = size = self._share(self._queue.rows)
+        """Rows of the next batch: what is enough, halved until it meets the earliest deadline if any size does."""
+        whole = size = min(self._enough, self._share(self._queue.rows))
         deadline = self._queue.earliest_deadline()
         if deadline is None:
             return size
@@ -343,25 +349,26 @@ class Batcher:
         if result.died:
             return
         start = 0
-        for part in result.live:
-            stop = start + part.rows
-            if part.timer is not None:
-                part.timer.cancel()
-            if part.done:
-                pass  # cancelled while it ran
-            elif result.logits is None:
-                part.settle(error=InferenceFailed(f"inference failed: {result.error}"))
-            else:
-                part.settle(result.logits[start:stop])
-            start = stop
+        with batch_of_replies() if len(result.live) > 1 else nullcontext():
+            for part in result.live:
+                stop = start + part.rows
+                if part.timer is not None:
+                    part.timer.cancel()
+                if part.done:
+                    pass  # cancelled while it ran
+                elif result.logits is None:
+                    part.settle(error=InferenceFailed(f"inference failed: {result.error}"))
+                else:
+                    part.settle(result.logits[start:stop])
+                start = stop
         if result.logits is not None:
-            self._measure(result)
+            self._measure(result, len(result.logits))
 
-    def _measure(self, result: BatchResult) -> None:
+    def _measure(self, result: BatchResult, rows: int) -> None:
         now, started = time.monotonic(), result.batch.started or result.gathered
         self._reply_lag += _LAG_RATE * (now - result.computed - self._reply_lag)
         times = BatchTimes(
-            rows=sum(part.rows for part in result.live),
+            rows=rows,
             gather=result.gathered - started,
             compute=result.computed - result.gathered,
             output=now - result.computed,
@@ -417,8 +424,10 @@ class Submission:
 
 def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:
     """Write the times of a request that ran into its record, for access log and traces."""
-    batches = [part.batch for part in parts if part.batch is not None]
-    started = min(batch.started for batch in batches if batch.started is not None)
-    record.images = sum(part.rows for part in parts)
-    record.queue_entered, record.queue = parts[0].arrived, started - parts[0].arrived
-    record.compute = max(batch.computed for batch in batches if batch.computed is not None) - started
+    record.images, started, computed = 0, math.inf, 0.0
+    for part in parts:
+        record.images += part.rows
+        if (batch := part.batch) is not None and batch.started is not None and batch.computed is not None:
+            started, computed = min(started, batch.started), max(computed, batch.computed)
+    record.queue_entered = arrived = parts[0].arrived
+    record.queue, record.compute = started - arrived, computed - started

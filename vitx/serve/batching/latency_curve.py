@@ -13,10 +13,14 @@ _LEARNING_RATE = 0.05
 _SHARED = 0.5
 # A live batch counts as at most this many times the expected time: one that was descheduled says little.
 _OUTLIER = 2.0
-# The overhead of a batch: hand-over between threads, gathering the images, waking the event loop.
-_HAND_OVER_SECONDS = 0.0002
+# The overhead of a batch under load: hand-over between threads, gathering the images, preemption, cold caches.
+_HAND_OVER_SECONDS = 0.0005
 # A larger batch must be faster by this factor for each image: less is noise, and a smaller batch answers sooner.
-_WORTH_GROWING = 1.03
+_WORTH_GROWING = 1.015
+# Where no batch stands by, an instance is idle after one for this long an image: replies, clients, their next requests.
+_IDLE_SECONDS = 0.00015
+# Of the requests in the server some are always on their way from a reply to the next request.
+_ON_THEIR_WAY = 1.1
 # `at_most` is the mean plus this many mean deviations, as in TCP's timeout (RFC 6298 takes 4).
 _DEVIATIONS = 2.0
 
@@ -60,10 +64,30 @@ class LatencyCurve:
         if not self._measured:
             return max((size for size in preferred if size <= rows), default=rows)
         largest = min(rows, self._measured[-1])
-        sizes = [size for size in preferred if size <= largest] or [size for size in self._measured if size <= largest]
-        rates = {size: size / (_between(self._measured, self._fastest, size) + _HAND_OVER_SECONDS) for size in sizes}
+        sizes = self._sizes(largest, preferred)
+        rates = {size: size / (self._least(size) + _HAND_OVER_SECONDS) for size in sizes}
         fast_enough = max(rates.values(), default=0.0) / _WORTH_GROWING
         return min((size for size, rate in rates.items() if rate >= fast_enough), default=rows)
+
+    def size_to_stand_by(self, rows: int, instances: int, best: int, preferred: Sequence[int] = ()) -> int:
+        """The largest size up to `best` of which `rows` images make a batch for each instance and one that stands by.
+
+        `best` where there is none, or where it would be too slow: then a batch for each instance is all there is, and
+        an instance is idle from the end of its batch until the next requests are there.
+        """
+        fitting = [size for size in self._sizes(best, preferred) if size * (instances + 1) <= _ON_THEIR_WAY * rows]
+        if not fitting:
+            return best
+        size = max(fitting)
+        together = min(best, max(size, rows // instances))
+        return size if self._least(size) / size <= self._least(together) / together + _IDLE_SECONDS else best
+
+    def _sizes(self, largest: int, preferred: Sequence[int]) -> Sequence[int]:
+        return [size for size in preferred if size <= largest] or [size for size in self._measured if size <= largest]
+
+    def _least(self, rows: int) -> float:
+        """Seconds at the start, at the fastest."""
+        return _between(self._measured, self._fastest, rows)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a batch that ran live."""

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from vitx.serve.callbacks import settle
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.futures import settle
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 

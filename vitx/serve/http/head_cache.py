@@ -8,12 +8,13 @@ or the connection is read (encoding, Expect, upgrade, chunks, `Connection: close
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from vitx.serve.callbacks import write_with_batch
 from vitx.serve.http.asgi import CONNECTION, Headers, Reply, headers_of
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
@@ -54,7 +55,8 @@ class HeadCacheProtocol(HttpProtocol):
         elif (found := self._find(data)) is None:
             super().data_received(data)
         else:
-            self._stop_timer()
+            if self._timer is not None:
+                self._stop_timer()
             self._collect_body(*found)
 
     def _find(self, data: bytes) -> tuple[int, CachedHandler, bytes] | None:
@@ -86,7 +88,8 @@ class HeadCacheProtocol(HttpProtocol):
             if self._timer is None:
                 self._start_timer(self.limits.body_seconds)
             return
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         self._incoming = None
         self._in_head, self._in_body, self._received = True, False, 0
         if len(data) > missing:
@@ -115,8 +118,14 @@ class HeadCacheProtocol(HttpProtocol):
         if request_id:
             default += b"x-request-id: %b\r\n" % request_id.encode()
         ours = _head_of(reply.content_type, len(reply.body), reply.headers, close=close)
-        self.transport.write(b"".join((STATUS_LINE[reply.status], default, ours, reply.body)))
-        if close:
+        data = b"".join((STATUS_LINE[reply.status], default, ours, reply.body))
+        write_with_batch(partial(self._write_reply, data, close=close))
+
+    def _write_reply(self, data: bytes, *, close: bool) -> None:
+        if self.transport.is_closing():
+            return
+        self.transport.write(data)
+        if close or self._close_after_reply:
             self._close()
             return
         self.on_response_complete()
@@ -166,6 +175,7 @@ def cache_head(scope: Scope, handler: CachedHandler) -> None:
     handlers[split[0]] = handler
 
 
+@lru_cache(_MAX_HEADS)
 def _split(head: bytes) -> tuple[bytes, int] | None:
     """A head without the number in Content-Length, and that number."""
     found = _LENGTH.search(head)

@@ -377,7 +377,7 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
 
 def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
     expected_bytes(contract.input_name, len(data), shape)
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+    return np.ndarray(shape, np.uint8, data)
 
 
 def _check_count(images: int, max_images: int) -> None:

@@ -1,0 +1,56 @@
+"""Replies of a batch are written together, after all of them are made."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from vitx.serve.batching.batcher import Batcher
+from vitx.serve.callbacks import batch_of_replies, write_with_batch
+from vitx.serve.limits import Batching
+
+
+def test_what_is_written_with_a_batch_waits_for_its_end_in_order() -> None:
+    done: list[str] = []
+    write_with_batch(lambda: done.append("alone"))
+    with batch_of_replies():
+        write_with_batch(lambda: done.append("first"))
+        write_with_batch(lambda: done.append("second"))
+        done.append("made")
+    write_with_batch(lambda: done.append("later"))
+    assert done == ["alone", "made", "first", "second", "later"]
+
+
+def test_a_batch_that_fails_writes_what_it_has() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        with batch_of_replies():
+            write_with_batch(lambda: done.append(1))
+            raise ValueError("unlucky")
+
+    with pytest.raises(ValueError, match="unlucky"):
+        fail()
+    write_with_batch(lambda: done.append(2))
+    assert done == [1, 2]
+
+
+def test_the_batcher_answers_all_of_a_batch_before_the_first_is_written() -> None:
+    events: list[str] = []
+
+    def answer(number: int) -> None:
+        events.append(f"made {number}")
+        write_with_batch(lambda: events.append(f"written {number}"))
+
+    async def four_images() -> None:
+        batching = Batching(max_batch=4, max_delay=1.0, queue=8, instances=1, timeout=None)
+        batcher = Batcher(lambda images: images[:, 0, 0, :2].astype(np.float32), batching)
+        for number in range(4):
+            image = np.full((1, 1, 1, 3), number, dtype=np.uint8)
+            batcher.enqueue(image, lambda logits: answer(int(np.asarray(logits)[0, 0])))
+        await batcher.close()
+
+    asyncio.run(four_images())
+    # The first had the idle instance for itself, the others were a batch.
+    assert events[:2] == ["made 0", "written 0"]
+    assert events[2:] == [f"made {number}" for number in (1, 2, 3)] + [f"written {number}" for number in (1, 2, 3)]

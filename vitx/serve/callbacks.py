@@ -1,0 +1,46 @@
+"""Callbacks of the batcher: into a future, and to the sockets when the replies of a whole batch are made."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def settle(future: "asyncio.Future[T]", value: T | Exception) -> None:
+    """Give `future` its value or exception, unless its task was cancelled and has not run since."""
+    if future.cancelled():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+
+
+class _Held(threading.local):  # of one event loop
+    writes: list[Callable[[], object]] | None = None
+
+
+_held = _Held()
+
+
+@contextmanager
+def batch_of_replies() -> Iterator[None]:
+    """Inside, what `write_with_batch` is given waits until the end: woken for each reply, a client takes a core often."""
+    writes = _held.writes = []
+    try:
+        yield
+    finally:
+        _held.writes = None
+        for write in writes:
+            write()
+
+
+def write_with_batch(write: Callable[[], object]) -> None:
+    """Call `write` at the end of the batch whose replies are being made, or now. It must not raise."""
+    if _held.writes is None:
+        write()
+    else:
+        _held.writes.append(write)
