@@ -28,7 +28,7 @@ _held = _Held()
 
 @contextmanager
 def batch_of_replies() -> Iterator[None]:
-    """Inside, what `write_with_batch` is given waits until the end: woken for each reply, a client takes a core often."""
+    """Inside, what `write_with_batch` is given waits: a client that is woken by each reply takes a core each time."""
     writes = _held.writes = []
     try:
         yield

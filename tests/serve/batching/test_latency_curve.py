@@ -70,7 +70,7 @@ def test_what_a_batch_rarely_exceeds_is_the_mean_and_twice_its_deviation() -> No
 def test_a_size_is_worth_it_from_one_and_a_half_percent_on() -> None:
     def best(gain: float) -> int:
         alone = 1.0
-        return LatencyCurve({1: alone - 0.0005, 2: 2 * alone / gain - 0.0005}).best_size(8)
+        return LatencyCurve({1: alone - 0.0003, 2: 2 * alone / gain - 0.0003}).best_size(8)
 
     assert (best(1.0149), best(1.0151)) == (1, 2)
 
