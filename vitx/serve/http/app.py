@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -249,7 +248,7 @@ class App:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
         if isinstance(error, HTTPException):  # no such path, or not with this method
             headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
-            return replace(error_reply(RequestError(error.detail)), status=error.status_code, headers=headers)
+            return error_reply(RequestError(error.detail))._replace(status=error.status_code, headers=headers)
         if not isinstance(error, RequestError):
             _log.error("internal error while answering %s", path, exc_info=error)
             error = RequestError("internal error: see the server's log", status=500)

@@ -4,9 +4,8 @@ import asyncio
 import json
 import zlib
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -33,8 +32,7 @@ class ClientGone(Exception):
     """The client hung up before its reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     body: bytes
     status: int = 200
     content_type: bytes = JSON
@@ -80,7 +78,7 @@ async def compressed(reply: Reply, accepted: str | None) -> Reply:
         return reply
     stream = zlib.compressobj(_LEVEL, wbits=_WINDOW[encoding])
     body = await asyncio.to_thread(lambda: stream.compress(reply.body) + stream.flush())
-    return replace(reply, body=body, headers=(*reply.headers, (b"content-encoding", encoding.encode())))
+    return reply._replace(body=body, headers=(*reply.headers, (b"content-encoding", encoding.encode())))
 
 
 def _accepted_encoding(accepted: str) -> str | None:

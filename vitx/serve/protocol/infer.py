@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,7 @@ _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
 _NOT_CACHED = (b"shared_memory", b'"data"', b"\\")
 
 
-@dataclass(frozen=True, slots=True)
-class Contract:
+class Contract(NamedTuple):
     """The input and the outputs of one model. `image_shape` is (S, S, 3), without the batch dimension.
 
     further: what is served beside the logits, by name, with its numbers an image. A session that gives them returns
@@ -69,10 +68,6 @@ class Contract:
         sizes = {str(spec.name): math.prod(int(side) for side in spec.shape[1:]) for spec in manifest.outputs}
         further = tuple((name, sizes[name]) for name in outputs)
         return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version, further)
-
-    def __hash__(self) -> int:
-        """By the name alone: it is a key of caches, asked with every request."""
-        return hash(self.model)
 
     def widths(self) -> dict[str, int]:
         """Numbers an image of each output, the logits first."""
