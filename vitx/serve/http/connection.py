@@ -105,8 +105,6 @@ class HttpProtocol(HttpToolsProtocol):
     def _release(self) -> None:
         """Give back what was reserved, at once or when the body is no longer read."""
         size, reading = self._reserved, self._reading
-        if not size:
-            return
         self._reserved, self._reading = 0, None
         if reading is None or reading.done():
             self.memory.give(size)
@@ -206,8 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._limit_writing()
             return
         self._replied = time.monotonic()
-        if self.flow.read_paused:
-            self.flow.resume_reading()
+        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         elif not self._unparsed and self.timeout_keep_alive_task is None:

@@ -55,8 +55,7 @@ class HeadCacheProtocol(HttpProtocol):
         elif (found := self._find(data)) is None:
             super().data_received(data)
         else:
-            if self._timer is not None:
-                self._stop_timer()
+            self._stop_timer()
             self._collect_body(*found)
 
     def _find(self, data: bytes) -> tuple[int, CachedHandler, bytes] | None:
@@ -88,8 +87,7 @@ class HeadCacheProtocol(HttpProtocol):
             if self._timer is None:
                 self._start_timer(self.limits.body_seconds)
             return
-        if self._timer is not None:
-            self._stop_timer()
+        self._stop_timer()
         self._incoming = None
         self._in_head, self._in_body, self._received = True, False, 0
         if len(data) > missing:
@@ -122,10 +120,8 @@ class HeadCacheProtocol(HttpProtocol):
         write_with_batch(partial(self._write_reply, data, close=close))
 
     def _write_reply(self, data: bytes, *, close: bool) -> None:
-        if self.transport.is_closing():
-            return
         self.transport.write(data)
-        if close or self._close_after_reply:
+        if close:
             self._close()
             return
         self.on_response_complete()
@@ -175,7 +171,6 @@ def cache_head(scope: Scope, handler: CachedHandler) -> None:
     handlers[split[0]] = handler
 
 
-@lru_cache(_MAX_HEADS)
 def _split(head: bytes) -> tuple[bytes, int] | None:
     """A head without the number in Content-Length, and that number."""
     found = _LENGTH.search(head)

@@ -157,9 +157,8 @@ class InFlight:
         self._ended.set()
 
     def enter(self) -> None:
-        if not self.count:
-            self._ended.clear()
         self.count += 1
+        self._ended.clear()
 
     def leave(self) -> None:
         self.count -= 1
