@@ -4,13 +4,16 @@
 
 DeiT-Ti's shape at 224 px with random weights, tensors of one image; `one a core` is --instances CORES --threads 1, `all
 cores` is --instances 1. In each round every setting takes its turn, the others idle; a ratio, over the better of the
-two, is the median of the rounds'. Exit code 1 when the defaults have less than .97 of it.
+two, is the median of the rounds'. Written down beside it are the images a batch. Exit code 1 when the defaults have
+less than .97.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from server import random_images
 from with_wrk import turn, write_script
 
-from support.server_peers import DEIT_TI, bundle_of, served
+from support.server_peers import DEIT_TI, Server, bundle_of, served
 from support.server_turns import spread
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from vitx.core.machine import usable_cores
@@ -35,7 +38,9 @@ TARGET = 0.97
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     bundle, image = bundle_of(DEIT_TI, folder), random_images(1, DEIT_TI.image_size)[0]
-    rows: dict[int, dict[str, list[float]]] = {clients: {name: [] for name in SETTINGS} for clients in CLIENTS}
+    rows: dict[int, dict[str, list[dict[str, float]]]] = {
+        clients: {name: [] for name in SETTINGS} for clients in CLIENTS
+    }
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(name, bundle, *given)) for name, given in SETTINGS.items()}
         script = folder / "request.lua"
@@ -43,17 +48,34 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number in range(arguments.rounds):
             for clients in CLIENTS:
                 for name in (*SETTINGS,)[:: 1 if number % 2 else -1]:
-                    turn(servers[name], script, path, 1, clients)
-                    rows[clients][name].append(turn(servers[name], script, path, arguments.seconds, clients)["rate"])
+                    rows[clients][name].append(measured(servers[name], script, path, arguments.seconds, clients))
     return {str(clients): compared(clients, found) for clients, found in rows.items()}
 
 
-def compared(clients: int, rates: dict[str, list[float]]) -> dict[str, Any]:
+def measured(server: Server, script: Path, path: str, seconds: float, clients: int) -> dict[str, float]:
+    """A turn's requests a second and images a batch, after one that warms up."""
+    turn(server, script, path, 1, clients)
+    images, batches = counts(server)
+    rate = turn(server, script, path, seconds, clients)["rate"]
+    now_images, now_batches = counts(server)
+    return {"rate": rate, "images a batch": round((now_images - images) / (now_batches - batches), 2)}
+
+
+def counts(server: Server) -> tuple[int, int]:
+    """Images and batches so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.address[1]}/v2/models/stats") as answer:
+        model = json.load(answer)["model_stats"][0]
+    return model["inference_count"], model["execution_count"]
+
+
+def compared(clients: int, rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    rates = {name: [row["rate"] for row in found] for name, found in rounds.items()}
     medians = {name: statistics.median(found) for name, found in rates.items()}
     better = max(("one a core", "all cores"), key=medians.__getitem__)
     each: dict[str, Any] = spread(rates["defaults"], rates[better])
-    found = {"rounds": rates, "better": better, **each, "target": TARGET, "holds": each["ratio"] >= TARGET}
-    print(f"{clients} clients: {medians}, defaults over {better} {each} {verdict(found)}", flush=True)
+    found = {"rounds": rounds, "better": better, **each, "target": TARGET, "holds": each["ratio"] >= TARGET}
+    sizes = {name: statistics.median(row["images a batch"] for row in found) for name, found in rounds.items()}
+    print(f"{clients} clients: {medians}, {sizes} images a batch, defaults over {better} {each} {verdict(found)}")
     return found
 
 

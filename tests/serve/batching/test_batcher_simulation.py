@@ -219,7 +219,7 @@ class SlowModel:
             return self.full
         large = min(self.full, max(small, rows // self.limits.instances))
         idle = 0.00015
-        return small if self.seconds[small] / small <= self.seconds[large] / large + idle else self.full
+        return small if self.seconds[small] / small <= 1.03 * self.seconds[large] / large + idle else self.full
 
     def size(self) -> int:
         whole = min(self.enough, self.share(self.rows))

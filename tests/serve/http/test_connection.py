@@ -265,6 +265,22 @@ def test_a_body_counts_until_nobody_reads_it_and_is_given_back_once() -> None:
     run(test)
 
 
+def test_what_was_read_is_forgotten_with_its_reply_though_nothing_was_counted() -> None:
+    async def test() -> None:
+        _, protocol = Server().connect()
+        protocol.data_received(request())
+        reading = asyncio.get_running_loop().create_future()
+        reading.set_result("pixels")
+        protocol.hold(reading)
+        kept = weakref.ref(reading)
+        del reading
+        assert kept() is not None
+        await settled()
+        assert kept() is None
+
+    run(test)
+
+
 def test_an_idle_connection_is_closed_its_time_after_the_last_reply() -> None:
     async def test() -> None:
         server = Server()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,11 @@ from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
+from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
-from vitx.serve.models.loading import Loader
+from vitx.runtimes.session import Float32Array
+from vitx.serve.models import loading
+from vitx.serve.models.loading import Loader, measure_curve
 from vitx.serve.models.repository import check_contract
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
@@ -55,6 +59,52 @@ def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: p
     warm = loader.warm(loader.verify(tiny_bundle.path))
     assert warm.batching.preferred == (3, 6)
     assert warm.curve.best_size(8, warm.batching.preferred) in (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("image_seconds", "calls_of"),
+    [
+        (1 / 2, {1: 1}),
+        (1 / 32, {1: 5, 2: 3, 4: 1}),
+        (1 / 256, {1: 13, 2: 13, 4: 11, 8: 5}),
+        (1 / 8192, {1: 13, 2: 13, 4: 13, 8: 13}),
+    ],
+)
+def test_each_size_is_timed_for_as_long_as_the_others(
+    image_seconds: float, calls_of: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    class Clock(NumpySession):
+        def perf_counter(self) -> float:
+            return image_seconds * sum(calls)
+
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            calls.append(len(images))
+            return super()._infer(images)
+
+    monkeypatch.setattr(loading, "time", clock := Clock())
+    curve = measure_curve(clock, (4, 4, 3), replace(ServeOptions().batching, max_batch=8))
+    assert {rows: calls.count(rows) for rows in calls} == calls_of
+    assert [curve.seconds(rows) for rows in calls_of] == pytest.approx([rows * image_seconds for rows in calls_of])
+
+
+def test_the_first_call_of_a_size_counts_where_there_was_no_time_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    grains = {1: [5, 2, 2, 3, 2, 2], 2: [16]}  # of 1/64 s; 32 are all there are
+    now = 0.0
+
+    class Clock(NumpySession):
+        def perf_counter(self) -> float:
+            return now
+
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            nonlocal now
+            now += grains[len(images)].pop(0) / 64
+            return super()._infer(images)
+
+    monkeypatch.setattr(loading, "time", clock := Clock())
+    curve = measure_curve(clock, (4, 4, 3), replace(ServeOptions().batching, max_batch=2))
+    assert (curve.seconds(1), curve.seconds(2)) == (2 / 64, 16 / 64)
 
 
 def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:

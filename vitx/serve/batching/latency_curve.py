@@ -80,7 +80,8 @@ class LatencyCurve:
             return best
         size = max(fitting)
         together = min(best, max(size, rows // instances))
-        return size if self._least(size) / size <= self._least(together) / together + _IDLE_SECONDS else best
+        slowest = _WORTH_GROWING * self._least(together) / together + _IDLE_SECONDS
+        return size if self._least(size) / size <= slowest else best
 
     def _sizes(self, largest: int, preferred: Sequence[int]) -> Sequence[int]:
         return [size for size in preferred if size <= largest] or [size for size in self._measured if size <= largest]

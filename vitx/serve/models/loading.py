@@ -261,12 +261,13 @@ def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> Late
 def measure_curve(session: Session, shape: Sequence[int], batching: Batching) -> LatencyCurve:
     """Time batches of 1, 2, 4, … images alternately, on all instances at once, for about `_SECONDS`.
 
-    shape: of one image. The first pass goes from the smallest size up, so that of a slow model at least the small sizes
-    are measured. The first call of each size allocates, compiles or chooses algorithms, and is not counted.
+    shape: of one image. For half of the time sizes are added from the smallest up, so that of a slow model at least the
+    small ones are measured. Then each gets as much time as the others, the smaller ones in more calls. The first call
+    of a size allocates, compiles or chooses algorithms: it counts only where there was no time for another.
     """
     images, several = np.zeros((batching.max_batch, *shape), dtype=np.uint8), session.under_load
     taken: dict[int, list[float]] = {}
-    end = time.perf_counter() + _SECONDS
+    start = time.perf_counter()
     with ThreadPoolExecutor(batching.instances) as callers:
 
         def measured(rows: int) -> list[float]:
@@ -276,18 +277,20 @@ def measure_curve(session: Session, shape: Sequence[int], batching: Batching) ->
         powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
         preferred = {size for size in batching.preferred if size < batching.max_batch}
         for rows in sorted({*powers, *preferred, batching.max_batch}):
-            if taken and time.perf_counter() + 2 * min(taken[max(taken)]) * rows / max(taken) > end:
+            expected = min(taken[max(taken)]) * rows / max(taken) if taken else 0.0
+            if time.perf_counter() + expected > start + _SECONDS / 2:
                 break
-            measured(rows)
             taken[rows] = measured(rows)
-        one_pass = sum(map(max, taken.values()))
-        while time.perf_counter() + one_pass < end and len(taken[1]) < _CALLS * batching.instances:
-            for rows in taken:
-                taken[rows] += measured(rows)
-    medians = {rows: statistics.median(times) for rows, times in taken.items()}
+        while few := [rows for rows, times in taken.items() if len(times) <= _CALLS * batching.instances]:
+            rows = min(few, key=lambda rows: sum(taken[rows]))
+            if time.perf_counter() + min(taken[rows]) > start + _SECONDS:
+                break
+            taken[rows] += measured(rows)
+    counted = {rows: times[batching.instances :] or times for rows, times in taken.items()}
+    medians = {rows: statistics.median(times) for rows, times in counted.items()}
     if several is not session:  # one image is mostly alone, and planned so; sizes are chosen by the least times
         medians[1] = min(medians[1], *(_seconds_of(session, images[:1]) for _ in range(_LONE_CALLS)))
-    return LatencyCurve(medians, {rows: min(times) for rows, times in taken.items()})
+    return LatencyCurve(medians, {rows: min(times) for rows, times in counted.items()})
 
 
 def _seconds_of(session: Session, images: UInt8Array) -> float:
