@@ -23,7 +23,15 @@ from vitx.core.bundle import Bundle
 
 WAYS = {
     "http": ((), ("-b", "8"), ("--async",), ("--shared-memory", "system")),
-    "grpc": ((), ("-b", "8"), ("--async",), ("--async", "--streaming"), ("--shared-memory", "system")),
+    "grpc": (
+        (),
+        ("-b", "8"),
+        ("--async",),
+        ("--async", "--streaming"),
+        ("--shared-memory", "system"),
+        ("--grpc-compression-algorithm", "gzip"),
+        ("--grpc-compression-algorithm", "deflate"),
+    ),
 }
 LOADS = (("--concurrency-range", "4"), ("--request-rate-range", "50", "--request-distribution", "poisson"))
 # Whether it is stable is not asked here: a window is taken whatever the machine does beside it.

@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from support.fuzz_grpc import SERVICE, good_request
+from support.fuzz_grpc import SERVICE, good_request, varint
 from support.fuzz_http import http
 from vitx.serve.grpc.messages import message_class
 
@@ -181,7 +181,8 @@ def _image(values: Values, model: str) -> bytes:
 
 
 def _call(values: Values, model: str) -> bytes:
-    _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"], values)
+    size = values["padding"] << 20
+    _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"] + size, values)
     request = good_request(model)
     tensor = request.inputs[0]
     tensor.shape.extend([1] * values["sides"])
@@ -194,7 +195,10 @@ def _call(values: Values, model: str) -> bytes:
     whole: bytes = request.SerializeToString()
     whole += b"\x2a\x00" * values["inputs"] + b"\x32\x00" * values["outputs"] + b"\x3a\x00" * values["raws"]
     groups: int = values["groups"]
-    return whole + b"\x0b" * groups + b"\x0c" * groups
+    pieces = [whole + b"\x0b" * groups + b"\x0c" * groups]
+    if size:  # of pixels
+        pieces += [b"\x3a" + varint(size), *[_SPACES] * values["padding"]]
+    return _gzipped(pieces) if values["gzip"] else b"".join(pieces)
 
 
 def _other_call(values: Values, model: str) -> bytes:
@@ -314,6 +318,8 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "outputs": _MANY,
             "raws": _MANY,
             "groups": _FEW,
+            "padding": _MIB,
+            "gzip": (False, True),
         },
     ),
     "other call": (

@@ -69,7 +69,7 @@ def lengths(chance: random.Random, model: str) -> tuple[str, bytes]:
     huge = chance.choice((2**14, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1))
     tag = bytes([8 * chance.choice((1, 4, 5, 6, 7)) + 2])
     nested = chance.choice((b"\x0b", b"\x2a\x80\x01", b"\x22\x40")) * chance.choice((10, 3000))
-    data = chance.choice((tag + _varint(huge), tag + _varint(huge) + b"x" * 20, tag + b"\xff" * 12, nested))
+    data = chance.choice((tag + varint(huge), tag + varint(huge) + b"x" * 20, tag + b"\xff" * 12, nested))
     return SERVICE + "ModelInfer", data
 
 
@@ -264,7 +264,7 @@ def _headers(path: str) -> bytes:
     return b"".join(b"\0" + bytes([len(name)]) + name.encode() + bytes([len(of)]) + of.encode() for name, of in fields)
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     data = bytearray()
     while value > 127:
         data.append(value & 127 | 128)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc import messages
-from vitx.serve.grpc.messages import MOST_FIELDS, _fields, check_fields, message_class
+from vitx.serve.grpc.messages import MOST_FIELDS, MOST_NESTED, _fields, check_fields, encoding_of, message_class
 
 FOLDER = Path(messages.__file__).parent
 NOT_TRITONS = ("Empty", "HealthCheckRequest", "HealthCheckResponse")
@@ -130,7 +132,7 @@ def test_fields_of_every_wire_type_are_counted(field: bytes) -> None:
 def test_numbers_of_another_type_are_no_message() -> None:
     """Field 5 of an input's contents are uint64 numbers, together."""
     inner = b"\x2a\xa0\x1f" + b"\x08\x01" * 2000
-    assert _fields(b"\x2a\xa6\x1f" + b"\x2a\xa3\x1f" + inner) == 3
+    assert _fields(b"\x2a\xa6\x1f" + b"\x2a\xa3\x1f" + inner) == (3, 4000)
 
 
 @pytest.mark.parametrize(
@@ -139,4 +141,35 @@ def test_numbers_of_another_type_are_no_message() -> None:
 )
 def test_what_is_no_message_is_left_to_the_parser(data: bytes) -> None:
     check_fields(data)
-    assert _fields(data) <= MOST_FIELDS
+    assert _fields(data)[0] <= MOST_FIELDS
+
+
+def test_numbers_and_names_inside_a_compressed_message_are_few() -> None:
+    others = len("images") + 3  # the input's name, and its shape
+    fits = MOST_NESTED - others
+    check_fields(message(numbers=fits).SerializeToString(), MOST_NESTED)
+    named = message(numbers=fits)
+    named.outputs.add(name="x")
+    for request in (message(numbers=fits + 1), named):
+        with pytest.raises(RequestError, match=f"^a compressed message with {MOST_NESTED + 1} bytes of") as refused:
+            check_fields(request.SerializeToString(), MOST_NESTED)
+        assert refused.value.status == 413
+    pixels = message(raw=0)
+    pixels.raw_input_contents.append(bytes(2 * MOST_NESTED))
+    check_fields(pixels.SerializeToString(), MOST_NESTED)
+
+
+@pytest.mark.parametrize(("wbits", "encoding"), [(31, "gzip"), (15, "deflate")])
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+def test_a_compressed_message_is_told_by_its_first_bytes(wbits: int, encoding: str, level: int) -> None:
+    stream = zlib.compressobj(level, wbits=wbits)
+    assert encoding_of(stream.compress(b"abc" * 100) + stream.flush()) == encoding
+
+
+def test_no_message_begins_as_a_compressed_one() -> None:
+    for name in NAMES:
+        assert 15 not in [field.number for field in message_class(name).DESCRIPTOR.fields]
+    with pytest.raises(DecodeError):  # of no type of field
+        message_class("ModelInferRequest").FromString(b"\x1f\x8b\x08")
+    for data in (b"", b"\x0a", b"\x1f", b"\x78", b"\x78\x00", message().SerializeToString()):
+        assert encoding_of(data) is None

@@ -1,9 +1,11 @@
 """The gRPC server: its port, overload, deadlines, cancelled calls, and signals."""
 
+import gzip
 import queue
 import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from server_process import (
     wait_until,
 )
 from vitx.core.bundle import Bundle
+from vitx.core.sandbox import resident_gib
 from vitx.serve.grpc.messages import message_class
 
 NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
@@ -323,6 +326,42 @@ def test_a_message_counts_before_it_is_parsed_and_until_it_is_answered(tmp_path:
         found = [answers.get(timeout=20) for _ in range(answers.qsize())]
         assert found[-2] == "None"
         assert "requests in flight have" in found[-1]
+
+
+def test_a_compressed_message_counts_as_what_it_becomes(tiny_bundle: Bundle) -> None:
+    limits = ("--max-memory-mib", "1", "--max-images", "2000", "--queue", "3000")
+    with running_server(tiny_bundle.path, "--grpc-port", "0", *limits) as server:
+        client = triton.InferenceServerClient(grpc_address(server))
+
+        def infer(rows: int) -> Any:
+            tensor = triton.InferInput("images", [rows, 16, 16, 3], "UINT8")
+            tensor.set_data_from_numpy(np.zeros((rows, 16, 16, 3), np.uint8))
+            return client.infer("tiny", [tensor], compression_algorithm="gzip").as_numpy("logits").shape
+
+        for _ in range(2):
+            with pytest.raises(InferenceServerException, match=r"requests in flight have \d+ of 1048576 bytes"):
+                infer(1600)  # of 768 bytes each
+            assert infer(600) == (600, 4)
+        client.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+def test_refused_messages_are_freed_at_once(tiny_bundle: Bundle, encoding: str) -> None:
+    message = message_class("ModelInferRequest")(model_name="tiny", raw_input_contents=[bytes(15 * 2**20)])
+    message.inputs.add(name="images", datatype="UINT8", shape=[1, IMAGE_SIZE, IMAGE_SIZE, 3])
+    data = message.SerializeToString()
+    data = gzip.compress(data) if encoding else data
+    with (
+        running_server(tiny_bundle.path, "--grpc-port", "0") as server,
+        grpc.insecure_channel(grpc_address(server), options=[("grpc.max_send_message_length", -1)]) as channel,
+    ):
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        assert failure_of(infer, data) == grpc.StatusCode.INVALID_ARGUMENT
+        before = resident_gib(server.process.pid)
+        for _ in range(10):  # a garbage collection comes later
+            assert failure_of(infer, data) == grpc.StatusCode.INVALID_ARGUMENT
+        assert resident_gib(server.process.pid) - before < 4 * 15 / 2**10  # of ten messages of 15 MiB
 
 
 # Numbers that come one by one are read in a thread, which waits for the gate.

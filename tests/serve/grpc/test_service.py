@@ -4,6 +4,7 @@ import asyncio
 import queue
 import sys
 import uuid
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -247,13 +248,51 @@ def test_other_memory_is_refused(client: Any) -> None:
         (lambda c: c.get_trace_settings(), "UNIMPLEMENTED", "trace settings are not offered"),
         (lambda c: c.get_log_settings(), "UNIMPLEMENTED", "log settings are not offered"),
         (lambda c: c.register_cuda_shared_memory("a", b"", 0, 1), "UNIMPLEMENTED", "CUDA shared memory"),
-        (lambda c: infer(c, random_images(1), compression_algorithm="gzip"), "UNIMPLEMENTED", "gzip"),
     ],
 )
 def test_refusals_have_a_status_and_a_reason(client: Any, call: Any, code: str, text: str) -> None:
     with pytest.raises(InferenceServerException, match=text) as error:
         call(client)
     assert error.value.status() == f"StatusCode.{code}"
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_messages_are_read(client: Any, algorithm: str) -> None:
+    images = random_images(3)
+    assert infer(client, images, compression_algorithm=algorithm).as_numpy("logits") == expected(images)
+    answers = queue.Queue[Any]()
+    client.start_stream(lambda result, error: answers.put(result or error), compression_algorithm=algorithm)
+    for rows in (1, 2):
+        client.async_stream_infer("tiny", [tensor(images[:rows])])
+    for rows in (1, 2):
+        assert answers.get(timeout=10).as_numpy("logits") == expected(images[:rows])
+    client.stop_stream()
+
+
+@pytest.mark.parametrize("wbits", [15, 31])
+def test_messages_that_are_compressed_badly_or_become_large_are_refused(channel: grpc.Channel, wbits: int) -> None:
+    def packed(data: bytes, level: int = 6) -> bytes:
+        stream = zlib.compressobj(level, wbits=wbits)
+        return stream.compress(data) + stream.flush()
+
+    request = message_class("ModelInferRequest")(model_name="tiny")
+    request.inputs.add(name="images", datatype="UINT8", shape=[1]).contents.uint_contents.extend([7] * 2**22)
+    numbers = packed(request.SerializeToString())
+    assert len(numbers) < 2**14
+    for data, text in (
+        (packed(b"\xff\xff"), "not a message"),
+        (packed(b"\x0a\x04tiny")[:-1], "not exactly one"),
+        (packed(b"\x0a\x04tiny") + b"x", "not exactly one"),
+        (packed(bytes(1000))[:4] + bytes(100), "not valid|not exactly one"),
+        (packed(packed(b"\x0a\x04tiny")), "not a message"),
+        (packed(bytes(16 * 2**20)), "more than 1024 fields"),
+        (packed(bytes(16 * 2**20 + 1)), "more than 16777216 bytes when decompressed"),
+        (numbers, "a compressed message with 4194[0-9]+ bytes of numbers and names: at most 1048576"),
+    ):
+        with pytest.raises(grpc.RpcError, match=text) as error:
+            channel.unary_unary(SERVICE + "ModelInfer")(data)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert channel.unary_unary(SERVICE + "ServerLive")(packed(b"")) == b"\x08\x01"
 
 
 def test_malformed_and_too_large_messages_are_refused(channel: grpc.Channel) -> None:

@@ -6,6 +6,7 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -16,11 +17,12 @@ from google.protobuf.message import DecodeError
 
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
-from vitx.serve.grpc.messages import check_fields, message_class
+from vitx.serve.grpc.messages import MOST_NESTED, check_fields, encoding_of, message_class
 from vitx.serve.grpc.service import Call, grpc_calls
 from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+from vitx.serve.protocol.inflate import inflated
 from vitx.serve.security import Kind
 from vitx.serve.server_core import ServerCore
 
@@ -28,6 +30,7 @@ Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 
 _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no further
 _CALLS = 4096  # concurrent calls
+_MOST_INFLATED = 16 * 2**20  # bytes of a message that comes compressed: copying it holds up the event loop
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
 _OF_CALL = ("x-request-id", "traceparent", "tracestate")
@@ -69,7 +72,7 @@ class GrpcServer:
             ("grpc.max_receive_message_length", core.limits.body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", _CALLS),
-            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message must not grow beyond the limit
+            ("grpc.per_message_decompression", 0),  # gRPC's own knows no limit
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
         ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
@@ -114,13 +117,14 @@ class GrpcServer:
         async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
             size, request = 0, await self._message(context)
             if isinstance(request, bytes):
-                size, request = self._reserved(parse, request)
+                size, request = await self._reserved(parse, request)
             self._in_flight.enter()
             try:
                 response = await self._counted(route, call, request, context)
                 return bytes(response.SerializeToString())
             except RequestError as error:
-                error.__traceback__ = None  # a circle with its frames, which have the message, is freed late
+                # A circle with its frames is freed late, and grpcio makes one of `abort`: they have no message.
+                error.__traceback__ = request = None
                 await _abort(context, error)
                 raise  # not reached: `abort` raises
             finally:
@@ -139,21 +143,32 @@ class GrpcServer:
             return RequestError("the call's message took too long", status=408, reason="slow_client")
         return data if isinstance(data, bytes) else RequestError("the call has no message")
 
-    def _reserved(self, parse: Callable[[bytes], Any], data: bytes) -> tuple[int, Any]:
+    async def _reserved(self, parse: Callable[[bytes], Any], data: bytes) -> tuple[int, Any]:
         """Count a message, then parse it: the bytes to give back, and the request or the RequestError that refuses it.
 
         The caller keeps no `data`: parsed and unparsed it would be held twice.
         """
-        size = 0
+        size, most_nested = 0, math.inf
+
+        def reserve(more: int) -> None:
+            nonlocal size
+            self._budget.take(more)
+            size += more
+
         try:
-            self._budget.take(len(data))
-            size = len(data)
-            check_fields(data)
+            reserve(len(data))
+            if (encoding := encoding_of(data)) is not None:
+                limit, most_nested = min(self._core.limits.body_bytes, _MOST_INFLATED), MOST_NESTED
+                data = await inflated(data, encoding, limit, reserve)
+            check_fields(data, most_nested)
             return size, parse(data)
         except RequestError as error:
             return size, error
         except DecodeError:
             return size, RequestError("the bytes are not a message of this call")
+        except BaseException:
+            self._budget.give(size)
+            raise
 
     async def _counted(self, route: str, call: Call, request: Any, context: Any) -> Any:
         """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
@@ -219,7 +234,7 @@ class GrpcServer:
         try:
             async for data in requests:
                 await window.acquire()
-                size, request = self._reserved(_InferRequest.FromString, data)
+                size, request = await self._reserved(_InferRequest.FromString, data)
                 del data
                 replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
                 reply.add_done_callback(partial(self._budget.give, size))  # also if it never starts

@@ -1,0 +1,45 @@
+"""Decompresses request bodies and messages on threads, a counted piece at a time."""
+
+import asyncio
+import zlib
+from collections.abc import Callable
+
+from vitx.serve.errors import RequestError, too_large
+
+# zlib's `wbits` for a gzip header and for a zlib header.
+WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_MOST_GROWTH = 1032  # times, of what deflate makes smallest
+_PIECE = 2**20  # bytes that a body is inflated to at once: counted before, so that what is not counted cannot grow
+
+
+async def inflated(body: bytes, encoding: str, limit: int, reserve: Callable[[int], object]) -> bytes:
+    """Return the decompressed body; `reserve` is called with the bytes of each piece before it is inflated.
+
+    Raises RequestError: 415 for an unknown encoding, 400 for a broken body, 413 for more than `limit` bytes, and what
+    `reserve` does.
+    """
+    if encoding not in WINDOW:
+        raise RequestError(
+            f"Content-Encoding '{encoding[:80]}' is not offered: expected gzip, deflate or identity",
+            status=415,
+            reason="unsupported_media",
+        )
+    stream = zlib.decompressobj(wbits=WINDOW[encoding])
+    pieces: list[bytes] = []
+    left, room = body, limit + 1
+    while room and not stream.eof:
+        size = min(_PIECE, room)
+        reserve(min(size, _MOST_GROWTH * len(left)))
+        try:
+            piece = await asyncio.to_thread(stream.decompress, left, size)
+        except zlib.error as error:
+            raise RequestError(f"the body is not valid {encoding}: {error}") from None
+        pieces.append(piece)
+        left, room = stream.unconsumed_tail, room - len(piece)
+        if len(piece) < size and not left:
+            break
+    if not room:
+        raise too_large(f"request body of more than {limit} bytes when decompressed")
+    if not stream.eof or stream.unused_data:
+        raise RequestError(f"the body is not exactly one {encoding} stream: is it truncated?")
+    return await asyncio.to_thread(b"".join, pieces)
