@@ -132,18 +132,57 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
 
 
+def test_clients_need_a_certificate_of_the_given_authorities(folder: Path, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    client, other = (make_certificate(tmp_path, name) for name in ("client", "other"))
+    arguments = (
+        folder / "models" / "tiny.vitx",
+        "--allow-uncertified",
+        "--grpc-port",
+        "0",
+        "--tls-client-ca",
+        client[0],
+    )
+    with tls_server(
+        *arguments, "--tls-cert", certificate, "--tls-key", key, certificate=certificate, client=client
+    ) as server:
+        assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+        for given in (None, other):
+            kind = type("Other", (TlsServer,), {"certificate": certificate, "client": given})
+            with pytest.raises((OSError, http.client.HTTPException)):
+                kind(server.process, server.line).request("GET", "/v2/health/live")
+        none: tuple[Path | None, Path | None] = (None, None)
+        for chain, own_key in (client, other, none):
+            with triton.InferenceServerClient(
+                grpc_address(server),
+                ssl=True,
+                root_certificates=str(certificate),
+                certificate_chain=chain and str(chain),
+                private_key=own_key and str(own_key),
+            ) as asked:
+                if chain == client[0]:
+                    assert asked.is_server_ready()
+                else:
+                    with pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"):
+                        asked.is_server_ready(client_timeout=5)
+        assert server.metric('vitx_requests_total{model="",route="server_live",status="200"}') == 0
+
+
 class TlsServer(ServerProcess):
-    """A server whose certificate the client checks."""
+    """A server whose certificate the client checks. client: certificate and key of the client's own."""
 
     certificate: Path
+    client: tuple[Path, Path] | None = None
 
     def connect(self) -> http.client.HTTPConnection:
         context = ssl.create_default_context(cafile=str(self.certificate))
+        if self.client is not None:
+            context.load_cert_chain(*self.client)
         return http.client.HTTPSConnection(self.host, self.port, timeout=20, context=context)
 
 
-def tls_server(*arguments: Any, certificate: Path) -> Any:
-    return running_server(*arguments, kind=type("Server", (TlsServer,), {"certificate": certificate}))
+def tls_server(*arguments: Any, **members: Any) -> Any:
+    return running_server(*arguments, kind=type("Server", (TlsServer,), members))
 
 
 def peer_certificate(server: ServerProcess) -> str:
@@ -158,7 +197,17 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
     for wrong in (other_key, tmp_path / "missing", certificate):
         with pytest.raises(InputError, match="are no certificate with its key"):
             read_pem(ServeOptions(tls_cert=certificate, tls_key=wrong))
-    assert read_pem(ServeOptions(tls_cert=certificate, tls_key=key)) == (key.read_bytes(), certificate.read_bytes())
+    pair: dict[str, Any] = {"tls_cert": certificate, "tls_key": key}
+    assert read_pem(ServeOptions(**pair)) == (key.read_bytes(), certificate.read_bytes(), None)
+    assert read_pem(ServeOptions(**pair, tls_client_ca=certificate)) == (
+        key.read_bytes(),
+        *[certificate.read_bytes()] * 2,
+    )
+    with pytest.raises(InputError, match="both --tls-cert and --tls-key"):
+        read_pem(ServeOptions(tls_client_ca=certificate))
+    for wrong in (key, tmp_path / "missing"):
+        with pytest.raises(InputError, match=f"--tls-client-ca '{wrong}' has no certificates in PEM"):
+            read_pem(ServeOptions(**pair, tls_client_ca=wrong))
     refused = run_serve("missing.vitx", "--token-file", tmp_path / "missing", "--port", "0")
     assert refused.returncode == 2
 

@@ -93,6 +93,7 @@ class ServeOptions(Options):
     )
     tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
     tls_key: Path | None = option(None, "Its private key in PEM.")
+    tls_client_ca: Path | None = option(None, "Authorities in PEM: clients need a certificate signed by one of them.")
     canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
     access_log: str | None = option(None, "Write one JSON line a request to this file; '-' is standard output.")
     otlp_endpoint: str | None = option(

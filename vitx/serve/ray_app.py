@@ -29,7 +29,7 @@ from vitx.serve.server_core import ServerCore, verified
 
 # What replicas do not take, by what to do instead.
 _NOT_ON_RAY = {
-    "it is a matter of the cluster and of Ray Serve's http_options": "ray host port tls_cert tls_key",
+    "it is a matter of the cluster and of Ray Serve's http_options": "ray host port tls_cert tls_key tls_client_ca",
     "give --replicas": "workers",
     "name the bundles, and deploy again for new ones": "repository versions watch management management_token_file",
     "a region is known to one replica": "shared_memory",

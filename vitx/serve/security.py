@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from vitx.core.errors import InputError
@@ -110,19 +110,34 @@ def _host_name(host: str | None) -> str:
         return ""
 
 
-def read_pem(options: ServeOptions) -> tuple[bytes, bytes] | None:
-    """(key, certificate chain) in PEM, None without TLS; raise InputError for files that are no such pair."""
-    certificate, key = options.tls_cert, options.tls_key
+class Pem(NamedTuple):
+    """In PEM. client_ca: whose certificates clients need; None: they need none."""
+
+    key: bytes
+    chain: bytes
+    client_ca: bytes | None
+
+
+def read_pem(options: ServeOptions) -> Pem | None:
+    """None without TLS; raise InputError for files that are not what their options say."""
+    certificate, key, authorities = options.tls_cert, options.tls_key, options.tls_client_ca
     if certificate is None or key is None:
-        if certificate is key:
+        if certificate is key is authorities:
             return None
         raise InputError("TLS needs both --tls-cert and --tls-key")
+    context, no_password = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), str  # called instead of asking on the terminal
     try:
-        no_password = str  # called instead of asking on the terminal
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
-        return key.read_bytes(), certificate.read_bytes()
+        context.load_cert_chain(certificate, key, no_password)
+        pair = key.read_bytes(), certificate.read_bytes()
     except (OSError, ssl.SSLError) as error:  # a missing file, no PEM, or a key of another certificate
         raise InputError(f"'{certificate}' and '{key}' are no certificate with its key, in PEM: {error}") from None
+    if authorities is None:
+        return Pem(*pair, None)
+    try:
+        context.load_verify_locations(authorities)
+        return Pem(*pair, authorities.read_bytes())
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(f"--tls-client-ca '{authorities}' has no certificates in PEM: {error}") from None
 
 
 def _read_token(path: Path | None) -> bytes | None:

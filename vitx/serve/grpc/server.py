@@ -23,7 +23,7 @@ from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.inflate import inflated
-from vitx.serve.security import Kind
+from vitx.serve.security import Kind, Pem
 from vitx.serve.server_core import ServerCore
 
 Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
@@ -56,12 +56,10 @@ _log = logging.getLogger("vitx.serve")
 class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
-    def __init__(
-        self, core: ServerCore, port: int, *, shared_port: bool = False, pem: tuple[bytes, bytes] | None = None
-    ) -> None:
+    def __init__(self, core: ServerCore, port: int, *, shared_port: bool = False, pem: Pem | None = None) -> None:
         """Claim the port (0: any free one); raise EnvironmentMissing if it is taken.
 
-        shared_port: other workers of the same parent listen on it too. pem: key and certificate chain; None: no TLS.
+        shared_port: other workers of the same parent listen on it too. pem: None for no TLS.
         """
         self._core, self._models, self._metrics, self._budget = core, core.models, core.metrics, core.budget
         self._calls = grpc_calls(core)
@@ -80,7 +78,8 @@ class GrpcServer:
         host = f"[{host}]" if ":" in host else host
         add = self._server.add_insecure_port
         if pem is not None:
-            add = partial(self._server.add_secure_port, server_credentials=grpc.ssl_server_credentials([pem]))
+            given = grpc.ssl_server_credentials([pem[:2]], pem.client_ca, require_client_auth=pem.client_ca is not None)
+            add = partial(self._server.add_secure_port, server_credentials=given)
         try:
             port = add(f"{host}:{port}")
         except RuntimeError as error:

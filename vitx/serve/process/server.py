@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -245,6 +246,8 @@ def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOp
         server_header=False,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
+        ssl_ca_certs=options.tls_client_ca,
+        ssl_cert_reqs=ssl.CERT_NONE if options.tls_client_ca is None else ssl.CERT_REQUIRED,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,  # accepted requests are done by then
     )
