@@ -9,11 +9,9 @@ less than .97.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from server import random_images
 from with_wrk import turn, write_script
 
-from support.server_peers import DEIT_TI, Server, bundle_of, served
+from support.server_peers import DEIT_TI, bundle_of, served
 from support.server_turns import spread
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from vitx.core.machine import usable_cores
@@ -48,24 +46,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number in range(arguments.rounds):
             for clients in CLIENTS:
                 for name in (*SETTINGS,)[:: 1 if number % 2 else -1]:
-                    rows[clients][name].append(measured(servers[name], script, path, arguments.seconds, clients))
+                    turn(servers[name], script, path, 1, clients)
+                    rows[clients][name].append(turn(servers[name], script, path, arguments.seconds, clients))
     return {str(clients): compared(clients, found) for clients, found in rows.items()}
-
-
-def measured(server: Server, script: Path, path: str, seconds: float, clients: int) -> dict[str, float]:
-    """A turn's requests a second and images a batch, after one that warms up."""
-    turn(server, script, path, 1, clients)
-    images, batches = counts(server)
-    rate = turn(server, script, path, seconds, clients)["rate"]
-    now_images, now_batches = counts(server)
-    return {"rate": rate, "images a batch": round((now_images - images) / (now_batches - batches), 2)}
-
-
-def counts(server: Server) -> tuple[int, int]:
-    """Images and batches so far."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.address[1]}/v2/models/stats") as answer:
-        model = json.load(answer)["model_stats"][0]
-    return model["inference_count"], model["execution_count"]
 
 
 def compared(clients: int, rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

@@ -14,12 +14,14 @@ JPEG: DeiT-Ti at 224 px with random weights, two photographs to /v1/classify. De
 """
 
 import argparse
+import json
 import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
@@ -71,10 +73,14 @@ def write_script(path: Path, *requests: bytes) -> str:
 
 
 def turn(server: Server, script: Path, path: str, seconds: float, connections: int = CONNECTIONS) -> dict[str, float]:
-    """One run of wrk: requests a second, the 99th percentile of their time in ms, processor time of each in µs."""
+    """One run of wrk: requests a second, the 99th percentile of their time in ms, processor time of each in µs.
+
+    And the images a batch, which a server may choose by timings of its own.
+    """
     url = f"http://127.0.0.1:{server.address[1]}{path}"
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "20s", "--latency"]
     command += ["-s", str(script), url]
+    images, batches = counts(server)
     cpu, client = server.cpu_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -83,12 +89,21 @@ def turn(server: Server, script: Path, path: str, seconds: float, connections: i
     if "Non-2xx" in said or "Socket errors" in said or not rate or not p99:
         raise RuntimeError(f"{server.name}: {said}")
     each = 1e6 / (float(rate[1]) * seconds)
+    now_images, now_batches = counts(server)
     return {
         "rate": float(rate[1]),
         "p99_ms": float(p99[1]) * MILLISECONDS[p99[2]],
         "server_us": round((server.cpu_seconds() - cpu) * each, 1),
         "client_us": round(used * each, 1),
+        "images a batch": round((now_images - images) / (now_batches - batches), 2),
     }
+
+
+def counts(server: Server) -> tuple[int, int]:
+    """Images and batches so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.address[1]}/v2/models/stats") as answer:
+        model = json.load(answer)["model_stats"][0]
+    return model["inference_count"], model["execution_count"]
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
