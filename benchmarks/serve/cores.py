@@ -58,7 +58,8 @@ def compared(clients: int, rounds: dict[str, list[dict[str, float]]]) -> dict[st
     each: dict[str, Any] = spread(rates["defaults"], rates[better])
     found = {"rounds": rounds, "better": better, **each, "target": TARGET, "holds": each["ratio"] >= TARGET}
     sizes = {name: statistics.median(row["images a batch"] for row in found) for name, found in rounds.items()}
-    print(f"{clients} clients: {medians}, {sizes} images a batch, defaults over {better} {each} {verdict(found)}")
+    found_at = f"{clients} clients: {medians}, {sizes} images a batch"
+    print(f"{found_at}, defaults over {better} {each} {verdict(found)}", flush=True)
     return found
 
 

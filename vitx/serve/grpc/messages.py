@@ -8,7 +8,6 @@ A field takes two bytes of a message and a hundred once it is parsed, all in one
 take eight times their bytes: a compressed message, in which these cost nothing, may have few.
 """
 
-import math
 from importlib.resources import files
 from typing import Any
 
@@ -36,8 +35,8 @@ def encoding_of(data: bytes) -> str | None:
     return "deflate" if data.startswith(b"\x78") and int.from_bytes(data[:2], "big") % 31 == 0 else None
 
 
-def check_fields(data: bytes, most_nested: float = math.inf) -> None:
-    """Raise RequestError 413 for a message of more fields than MOST_FIELDS, or more bytes in its inputs and outputs.
+def check_fields(data: bytes, *, compressed: bool = False) -> None:
+    """Raise RequestError 413 for more fields than MOST_FIELDS, or in what came compressed more bytes than MOST_NESTED.
 
     What is no message the parser refuses.
     """
@@ -45,8 +44,8 @@ def check_fields(data: bytes, most_nested: float = math.inf) -> None:
         count, nested = _fields(data)
         if count > MOST_FIELDS:
             raise too_large(f"a message of more than {MOST_FIELDS} fields")
-        if nested > most_nested:
-            raise too_large(f"a compressed message with {nested} bytes of numbers and names: at most {most_nested}")
+        if compressed and nested > MOST_NESTED:
+            raise too_large(f"a compressed message with {nested} bytes of numbers and names: at most {MOST_NESTED}")
 
 
 def _fields(data: bytes) -> tuple[int, int]:

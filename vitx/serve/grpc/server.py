@@ -6,7 +6,6 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -17,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
-from vitx.serve.grpc.messages import MOST_NESTED, check_fields, encoding_of, message_class
+from vitx.serve.grpc.messages import check_fields, encoding_of, message_class
 from vitx.serve.grpc.service import Call, grpc_calls
 from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
@@ -147,7 +146,7 @@ class GrpcServer:
 
         The caller keeps no `data`: parsed and unparsed it would be held twice.
         """
-        size, most_nested = 0, math.inf
+        size = 0
 
         def reserve(more: int) -> None:
             nonlocal size
@@ -157,9 +156,8 @@ class GrpcServer:
         try:
             reserve(len(data))
             if (encoding := encoding_of(data)) is not None:
-                limit, most_nested = min(self._core.limits.body_bytes, _MOST_INFLATED), MOST_NESTED
-                data = await inflated(data, encoding, limit, reserve)
-            check_fields(data, most_nested)
+                data = await inflated(data, encoding, min(self._core.limits.body_bytes, _MOST_INFLATED), reserve)
+            check_fields(data, compressed=encoding is not None)
             return size, parse(data)
         except RequestError as error:
             return size, error
