@@ -100,7 +100,7 @@ async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile
     configure_process()
     core = ServerCore(ServeOptions(), [warm.offer])
     core.models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), core.metrics), 0)
-    protocol = protocol_class(core.limits, core.metrics.reject)
+    protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
     config, state = _uvicorn_config(App(core, None), protocol, ServeOptions()), ServerState()
     config.load()
     loop = asyncio.get_running_loop()

@@ -214,7 +214,7 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_token_that_is_not_ascii_is_refused_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
-    tokens = Tokens.read(ServeOptions(token_file=tmp_path / "token"))
+    tokens = Tokens(ServeOptions(token_file=tmp_path / "token"))
     tokens.check("inference", f"Bearer {TOKEN}")
     tokens.check("management", None)
     for given in ("Bearer \xe9", "Bearer", "", None, f"Bearer {TOKEN}\u2028"):

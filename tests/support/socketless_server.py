@@ -10,6 +10,7 @@ from uvicorn.server import ServerState
 
 from vitx.serve.http.asgi import Reply, read_body, send_reply
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head, protocol_class
+from vitx.serve.limits import MemoryBudget
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.server import _uvicorn_config
 
@@ -90,7 +91,8 @@ class Server:
     def __init__(self, **limits: Any) -> None:
         self.app = Echo()
         self.refused: list[str] = []
-        self._class = protocol_class(replace(ServeOptions().limits, **limits), self.refused.append)
+        allowed = replace(ServeOptions().limits, **limits)
+        self._class = protocol_class(allowed, self.refused.append, MemoryBudget(allowed.memory_bytes))
         self._config, self._state = _uvicorn_config(self.app, self._class, ServeOptions()), ServerState()
         self._state.default_headers = [(b"date", b"today")]
         self._config.load()

@@ -49,6 +49,10 @@ def too_large(message: str) -> RequestError:
     return RequestError(message, status=413, reason="too_large")
 
 
+def unsupported(message: str) -> RequestError:
+    return RequestError(message, status=415, reason="unsupported_media")
+
+
 def unavailable(message: str, reason: str) -> RequestError:
     return RequestError(message, status=503, reason=reason, retry_after=1)
 

@@ -51,7 +51,7 @@ def checked(args: ServeOptions) -> list[Offer]:
     for instead, names in _NOT_ON_RAY.items():
         for name in sorted(args.model_fields_set.intersection(names.split())):
             raise InputError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
-    Tokens.read(args)
+    Tokens(args)  # raises for a file that is wrong
     return verified(args)
 
 

@@ -5,7 +5,6 @@ import ipaddress
 import re
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -18,38 +17,30 @@ Kind = Literal["inference", "management", "metrics"]
 _TOKEN = re.compile(r"[!-~]{16,}")
 
 
-@dataclass(frozen=True)
 class Tokens:
     """The tokens of each kind of request; None: none is needed."""
 
-    inference: bytes | None
-    management: bytes | None
-    metrics: bytes | None
-
-    @classmethod
-    def read(cls, options: ServeOptions) -> "Tokens":
+    def __init__(self, options: ServeOptions) -> None:
         """Read the token files; raise InputError for one that is missing or whose token is short."""
         inference, metrics = _read_token(options.token_file), _read_token(options.metrics_token_file)
-        if options.metrics != "token":
-            if metrics is not None:
-                raise InputError(f"--metrics-token-file is of --metrics token, not of --metrics {options.metrics}")
-        elif metrics is None:
-            metrics = inference
-        return cls(inference, _read_token(options.management_token_file), metrics)
+        if options.metrics == "token":
+            metrics = metrics or inference
+        elif metrics is not None:
+            raise InputError(f"--metrics-token-file is of --metrics token, not of --metrics {options.metrics}")
+        management = _read_token(options.management_token_file)
+        self._of: dict[Kind, bytes | None] = {"inference": inference, "management": management, "metrics": metrics}
 
     def check(self, kind: Kind, authorization: str | None) -> None:
         """Raise RequestError 401 unless `authorization` is "Bearer " and the token of this kind."""
-        token: bytes | None = getattr(self, kind)
-        if token is None:
+        if (token := self._of[kind]) is None:
             return
         scheme, _, given = (authorization or "").partition(" ")
         # The time of the comparison does not depend on where the two differ.
         right = hmac.compare_digest(given.strip(" ").encode("latin-1", "replace"), token)
         if scheme.lower() != "bearer" or not right:
             what = "no bearer token was given" if authorization is None else "the token is not valid"
-            raise RequestError(
-                f"{what}: send 'Authorization: Bearer TOKEN' with the {kind} token", status=401, reason="unauthorized"
-            )
+            text = f"{what}: send 'Authorization: Bearer TOKEN' with the {kind} token"
+            raise RequestError(text, status=401, reason="unauthorized")
 
 
 class AllowedHosts:
@@ -74,17 +65,11 @@ class AllowedHosts:
         """Raise RequestError 403 for a host that is not allowed, or for a page of another origin."""
         name = _host_name(host)
         if not (self._any or self._is_allowed(name)):
-            raise RequestError(
-                f"Host '{(host or '')[:80]}' is not a name of this server: --allow-host NAME makes it one",
-                status=403,
-                reason="host",
-            )
+            text = f"Host '{(host or '')[:80]}' is not a name of this server: --allow-host NAME makes it one"
+            raise RequestError(text, status=403, reason="host")
         if origin is not None and not self._is_same(origin, host):
-            raise RequestError(
-                f"the page's origin '{origin[:80]}' is not this server: --allow-host NAME lets its pages ask",
-                status=403,
-                reason="origin",
-            )
+            text = f"the page's origin '{origin[:80]}' is not this server: --allow-host NAME lets its pages ask"
+            raise RequestError(text, status=403, reason="origin")
 
     def _is_allowed(self, name: str) -> bool:
         if name in self._allowed or name == "localhost" or name.endswith(".localhost"):
@@ -148,7 +133,6 @@ def _read_token(path: Path | None) -> bytes | None:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the token file '{path}': {error}") from None
     if not _TOKEN.fullmatch(token):
-        raise InputError(
-            f"the token in '{path}' is not 16 or more visible ASCII characters: write one, such as 32 hex digits"
-        )
+        text = f"the token in '{path}' is not 16 or more visible ASCII characters: write one, such as 32 hex digits"
+        raise InputError(text)
     return token.encode()

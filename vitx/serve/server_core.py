@@ -1,12 +1,14 @@
 """What the protocols of one server process share: models, metrics, limits, tokens; whoever takes the connections."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from vitx import __version__
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.serve.errors import RequestError
 from vitx.serve.http.decode import Decoder
 from vitx.serve.limits import MemoryBudget
 from vitx.serve.models.canary import replay_once
@@ -15,11 +17,13 @@ from vitx.serve.models.repository import Repository, bundles_in
 from vitx.serve.models.response_cache import ResponseCache
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import RequestObserver
+from vitx.serve.observe.request_record import RequestObserver, RequestRecord
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.process_settings import freeze_heap, return_freed_memory
 from vitx.serve.protocol.shared_memory import SharedMemory
 from vitx.serve.security import Tokens
+
+_log = logging.getLogger("vitx.serve")
 
 
 def verified(options: ServeOptions) -> list[Offer]:
@@ -60,7 +64,7 @@ class ServerCore:
         cache = ResponseCache(options.cache) if options.cache else None
         self.models = ModelSet((offer.key for offer in offers), freeze_heap, cache)
         self.memory = SharedMemory(enabled=options.shared_memory)
-        self.tokens = Tokens.read(options)
+        self.tokens = Tokens(options)
         self.loader = Loader(options)
         self.budget = MemoryBudget(self.limits.memory_bytes)
         self.repository: Repository | None = None
@@ -76,6 +80,15 @@ class ServerCore:
         offered = ["binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics"]
         offered += ["system_shared_memory"] * self.memory.enabled + ["model_repository"] * (self.repository is not None)
         return {"name": self.options.server_id, "version": __version__, "extensions": offered}
+
+    def failure(self, error: Exception, asked: str, record: RequestRecord) -> RequestError:
+        """What the client of a request that failed is told; counts a refusal, logs an internal error."""
+        if isinstance(error, RequestError):
+            self.metrics.reject(error.reason, record.model or "")
+            error.__traceback__ = None  # a circle with its frames, which have the body, is freed late
+            return error
+        _log.error("internal error while answering %s", asked, exc_info=error)
+        return RequestError("internal error: see the server's log", status=500)
 
     async def load(self) -> None:
         self._upkeep = asyncio.create_task(return_freed_memory(lambda: self.models.active))

@@ -1,6 +1,7 @@
 """The gRPC server: its port, overload, deadlines, cancelled calls, and signals."""
 
 import gzip
+import json
 import queue
 import signal
 import socket
@@ -21,6 +22,8 @@ from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import IMAGE_SIZE, NumpySession
 from server_process import (
+    INFER_BODY,
+    INFER_PATH,
     SLOW_MODEL,
     ServerProcess,
     end_under_load,
@@ -51,6 +54,14 @@ class Held(Session):
             time.sleep(0.005)
         return self.session.infer(images)
 loading.load_session = lambda *args, **options: Held(load(*args, **options))
+from vitx.cli import main
+main()
+"""
+UNFORESEEN = """
+from vitx.serve.protocol.infer import ParsedHeader
+def fail(*given):
+    raise ArithmeticError("unforeseen")
+ParsedHeader.request = fail
 from vitx.cli import main
 main()
 """
@@ -120,6 +131,16 @@ def test_a_full_queue_is_resource_exhausted(tiny_bundle: Bundle) -> None:
         assert set(outcomes) == {"OK", "RESOURCE_EXHAUSTED"}
         assert server.metric('vitx_rejections_total{reason="queue_full"}') == outcomes.count("RESOURCE_EXHAUSTED")
         assert outcome(client) == "OK"
+
+
+def test_an_internal_error_is_no_rejection_in_either_protocol(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle, program=UNFORESEEN) as (server, client):
+        assert outcome(client) == "INTERNAL"
+        status, body, _ = server.request("POST", INFER_PATH, INFER_BODY)
+        assert (status, json.loads(body)) == (500, {"error": "internal error: see the server's log"})
+        for route in ("grpc.ModelInfer", "infer"):
+            assert server.metric(f'vitx_requests_total{{route="{route}",status="500"}}') == 1
+        assert server.metric("vitx_rejections_total") == 0
 
 
 def test_a_call_that_is_cancelled_frees_its_place(tmp_path: Path, tiny_bundle: Bundle) -> None:

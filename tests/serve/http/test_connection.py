@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from socketless_server import BODY, Server, Transport, bodies_of, request, settled
+from socketless_server import BODY, Server, Transport, request, settled
 from virtual_time import run_virtually
 from vitx.serve.http.asgi import ClientGone
 
@@ -356,80 +356,6 @@ def test_each_hang_up_cancels_only_the_request_that_runs() -> None:
         protocol.data_received(request(b"h2".ljust(40)))
         protocol.connection_lost(None)
         assert server.app.cancelled == [b"h2".ljust(40)]
-
-    run(test)
-
-
-def test_pipelined_requests_that_are_parsed_are_answered_in_order_and_reading_waits() -> None:
-    async def test() -> None:
-        server = Server()
-        transport, protocol = server.connect()
-        requests = [request(b"%d" % number, b"X-%d: 1" % number) for number in range(3)]
-        protocol.data_received(b"".join(requests))
-        assert not transport.reading
-        await settled()
-        assert bodies_of(transport.written) == [b"0", b"1", b"2"]
-        assert transport.reading
-        assert server._state.total_requests == 3
-        protocol.connection_lost(None)
-
-    run(test)
-
-
-def test_of_many_small_requests_in_one_segment_a_piece_is_parsed_at_a_time() -> None:
-    """All 7,000 were parsed before anybody else was answered, for a tenth of a second and more."""
-
-    async def test() -> None:
-        server = Server(header_seconds=5)
-        transport, protocol = server.connect()
-        count = 3000
-        bodies = [b"%04d" % number for number in range(count)]
-        protocol.data_received(b"".join(request(body, b"X-%b: 1" % body) for body in bodies))
-        assert len(protocol.pipeline) < 300
-        assert not transport.reading
-        assert not protocol.is_idle()
-        for turn in range(10 * count):
-            await asyncio.sleep(0)
-            assert len(protocol.pipeline) < 300
-            if turn == 100:  # what comes meanwhile waits, and nothing more is read
-                assert transport.reading
-                protocol.data_received(request(b"last", b"X-last: 1"))
-                assert not transport.reading
-        bodies.append(b"last")
-        assert bodies_of(transport.written) == bodies
-        assert (transport.reading, protocol.is_idle()) == (True, True)
-        assert server.refused == []
-
-    run(test)
-
-
-def test_what_waits_unparsed_is_not_slow_and_goes_with_its_connection() -> None:
-    async def test() -> None:
-        server = Server(header_seconds=1, body_seconds=1)
-        waiting = asyncio.Event()
-
-        async def held(scope: Scope, receive: Receive, send: Send) -> None:
-            await waiting.wait()
-            await server.app(scope, receive, send)
-
-        transport, protocol = server.connect()
-        protocol.app = held
-        requests = [request(b"%05d" % number) for number in range(400)]
-        protocol.data_received(b"".join(requests))  # the piece ends within a head or a body
-        await asyncio.sleep(60)
-        assert (transport.closed, server.refused) == (False, [])
-        waiting.set()
-        for _ in range(4000):
-            await asyncio.sleep(0)
-        assert len(bodies_of(transport.written)) == 400
-        waiting.clear()
-        protocol.data_received(b"".join(request(b"%05d" % number, b"X-Other: 1") for number in range(400)))
-        assert protocol._unparsed
-        protocol.connection_lost(ConnectionResetError())
-        assert not protocol._unparsed
-        waiting.set()
-        await asyncio.sleep(60)
-        assert server.refused == []
 
     run(test)
 

@@ -98,12 +98,12 @@ def test_metrics_have_a_switch_and_a_token_of_their_own(tmp_path: Path) -> None:
     for name, token in (("inference", TOKEN), ("metrics", TOKEN[::-1])):
         (tmp_path / name).write_text(token)
     inference, own = tmp_path / "inference", tmp_path / "metrics"
-    tokens = Tokens.read(ServeOptions(token_file=inference, metrics_token_file=own))
+    tokens = Tokens(ServeOptions(token_file=inference, metrics_token_file=own))
     tokens.check("metrics", f"Bearer {TOKEN[::-1]}")
     with pytest.raises(RequestError, match="with the metrics token"):
         tokens.check("metrics", f"Bearer {TOKEN}")
     with pytest.raises(InputError, match="--metrics-token-file is of --metrics token, not of --metrics open"):
-        Tokens.read(ServeOptions(metrics="open", metrics_token_file=own))
+        Tokens(ServeOptions(metrics="open", metrics_token_file=own))
     bundle = write_bundle(tmp_path / "tiny.vitx").path
     for setting, expected in (("open", 200), ("off", 404)):
         with running_server(bundle, "--allow-uncertified", "--token-file", inference, "--metrics", setting) as server:

@@ -190,7 +190,7 @@ def test_shutdown_waits_for_the_answer() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        request(BODY, b"Content-Encoding: identity"),
+        request(BODY, b"Content-Encoding: Identity"),
         request(BODY, b"Expect: 100-continue"),
         request(BODY, b"Connection: close"),
         request(BODY, version=b"1.0"),

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 import pytest
 
@@ -107,6 +109,15 @@ def test_the_first_call_of_a_size_counts_where_there_was_no_time_for_another(mon
     assert (curve.seconds(1), curve.seconds(2)) == (2 / 64, 16 / 64)
 
 
+def test_a_process_that_stood_still_times_one_size_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(NumpySession):
+        perf_counter = partial(next, count())
+
+    monkeypatch.setattr(loading, "time", clock := Clock())
+    curve = measure_curve(clock, (4, 4, 3), replace(ServeOptions().batching, max_batch=2))
+    assert (curve.seconds(1), curve.best_size(2)) == (1, 1)
+
+
 def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:
     loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=1, threads=1))
     offer = loader.verify(tiny_bundle.path)
@@ -121,6 +132,33 @@ def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:
         await models.close()
         assert session() is None
         assert gc.get_freeze_count()  # the new model is not visited by later collections
+
+    asyncio.run(switch_twice())
+
+
+def test_a_replaced_model_stays_for_requests_that_began_before_and_found_it_later(tiny_bundle: Bundle) -> None:
+    closed: list[ServedModel] = []
+
+    class Recorded(ServedModel):
+        async def close(self) -> None:
+            closed.append(self)
+            await super().close()
+
+    async def switch_twice() -> None:
+        loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=1, threads=1))
+        offer = loader.verify(tiny_bundle.path)
+        models, metrics = ModelSet((offer.key,)), Metrics()
+        request = models.enter()
+        models.switch(Recorded(loader.warm(offer), metrics), 60)
+        models.switch(Recorded(loader.warm(offer), metrics), 60)
+        found = models.get(None)
+        models.switch(Recorded(loader.warm(offer), metrics), 60)
+        await asyncio.sleep(0.1)
+        assert not closed
+        request.leave()
+        await asyncio.sleep(0.1)
+        assert found in closed
+        await models.close()
 
     asyncio.run(switch_twice())
 

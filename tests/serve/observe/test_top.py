@@ -5,10 +5,12 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,7 @@ def test_nothing_answers(vitx: Vitx) -> None:
 
 
 def test_a_bad_address_is_refused(vitx: Vitx) -> None:
-    for url in ("ftp://127.0.0.1", "http://"):
+    for url in ("ftp://127.0.0.1", "http://", "http://127.0.0.1:80a", "127.0.0.1:99999", "http://[::1"):
         code, _, err = vitx("top", url, "--once")
         assert (code, "is not the address of a server" in err) == (2, True)
 
@@ -104,6 +106,22 @@ def test_a_server_that_is_not_vitx(tmp_path: Path, vitx: Vitx) -> None:
         process.terminate()
     assert code == 3
     assert "is not `vitx serve`: it answered 404 to /v1/stats" in err
+
+
+@pytest.mark.parametrize("sent", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"])
+def test_what_answers_is_no_http_or_breaks_off(sent: bytes, vitx: Vitx) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(2**16)
+            connection.sendall(sent)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer)
+        code, _, err = vitx("top", f"127.0.0.1:{listener.getsockname()[1]}", "--once")
+        answered.result()
+    assert (code, err.count("\n")) == (3, 1)
+    assert "is not `vitx serve`: what it sent is no HTTP, or breaks off (" in err
 
 
 def test_a_token(certified_original: Bundle, tmp_path: Path, vitx: Vitx) -> None:

@@ -1,5 +1,6 @@
 """`vitx serve --workers` with gRPC on a shared port, and with models that clients load and unload in all workers."""
 
+import asyncio
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from server_process import (
     wait_until,
 )
 from vitx.core.files import replace_folder
+from vitx.serve.process.siblings import Siblings
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="SO_REUSEPORT, and /proc")
 
@@ -192,3 +194,24 @@ def test_a_worker_that_starts_later_skips_unloaded_models(server: ServerProcess)
     assert manage(server, "models/other/load") == (200, None)
     assert statuses(server, "other") == {200}
     assert server.stop() == 0
+
+
+def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None:
+    """While one is replaced, and the old one drains."""
+
+    async def ask() -> dict[str, bytes]:
+        asking, *workers = everyone = [Siblings(tmp_path, index) for index in (1, 0, 0)]
+        for worker, said in zip(workers, (b"older", b"newer"), strict=True):
+
+            async def answer(text: str, said: bytes = said) -> bytes:
+                return said
+
+            await worker.start({"who": answer})
+        try:
+            return await asking.ask("who", seconds=20)
+        finally:
+            for each in everyone:
+                each.close()
+                each.start_lock.close()
+
+    assert asyncio.run(ask()) == {"0": b"newer"}

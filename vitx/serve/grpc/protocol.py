@@ -37,10 +37,8 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
     if len(request.inputs) == 1:
         in_memory = any(name in request.inputs[0].parameters for name in REGION_PARAMETERS)
         if len(raw) + request.inputs[0].HasField("contents") + in_memory != 1:
-            raise RequestError(
-                f"input '{contract.input_name}' needs its data in one place: "
-                "raw_input_contents, contents or shared memory"
-            )
+            places = "raw_input_contents, contents or shared memory"
+            raise RequestError(f"input '{contract.input_name}' needs its data in one place: {places}")
         if not in_memory:
             rest = memoryview(raw[0]) if raw else _typed_pixels(request.inputs[0], contract, limits).data
             size["binary_data_size"] = len(rest)
@@ -91,9 +89,8 @@ def _typed_pixels(tensor: Any, contract: Contract, limits: Limits) -> UInt8Array
     if shape[1:] != contract.image_shape or not 1 <= shape[0] <= limits.images:
         return np.empty(0, np.uint8)
     if len(given) != math.prod(shape):
-        raise RequestError(
-            f"the data of input '{contract.input_name}' has shape [{len(given)}]: expected {list(shape)} or flat"
-        )
+        text = f"the data of input '{contract.input_name}' has shape [{len(given)}]: expected {list(shape)} or flat"
+        raise RequestError(text)
     pixels = np.empty(len(given), np.uint8)
     for start in range(0, len(given), _PIECE):
         piece = np.array(given[start : start + _PIECE], np.uint32)

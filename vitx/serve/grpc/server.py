@@ -5,7 +5,6 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -49,8 +48,6 @@ _CODES = {
 _InferRequest = message_class("ModelInferRequest")
 _StreamResponse = message_class("ModelStreamInferResponse")
 
-_log = logging.getLogger("vitx.serve")
-
 
 class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
@@ -82,9 +79,8 @@ class GrpcServer:
         try:
             port = add(f"{host}:{port}")
         except RuntimeError as error:
-            raise EnvironmentMissing(
-                f"cannot listen on {host} port {port} for gRPC: choose another port with --grpc-port (0: any); {error}"
-            ) from None
+            remedy = "choose another port with --grpc-port (0: any)"
+            raise EnvironmentMissing(f"cannot listen on {host} port {port} for gRPC: {remedy}; {error}") from None
         self.address = f"{host}:{port}"
 
     async def start(self) -> None:
@@ -193,12 +189,8 @@ class GrpcServer:
             status = 503 if passed else CLIENT_GONE
             raise
         except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
-            error = failure
-            if not isinstance(error, RequestError):
-                _log.exception("internal error while answering %s", route)
-                error = RequestError("internal error: see the server's log", status=500, reason="internal")
+            error = self._core.failure(failure, route, record)
             status = error.status
-            self._metrics.reject(error.reason, record.model or "")
             self._metrics.answer(route, status, model=record.model or "")
             raise error from None
         finally:
@@ -255,10 +247,8 @@ class GrpcServer:
 
 def _metadata(context: Any, name: str) -> str | None:
     """The first value of a call's metadata under this (lower case) name."""
-    for key, value in context.invocation_metadata() or ():
-        if key == name and isinstance(value, str):
-            return value
-    return None
+    given = context.invocation_metadata() or ()
+    return next((value for key, value in given if key == name and isinstance(value, str)), None)
 
 
 async def _abort(context: Any, error: RequestError) -> None:

@@ -114,6 +114,5 @@ async def _in_thread(*asked: Any) -> InferRequest:
     decoding = asyncio.ensure_future(asyncio.to_thread(decode_infer_request, *asked))
     try:
         return await asyncio.shield(decoding)
-    except asyncio.CancelledError:
+    finally:
         await asyncio.gather(decoding, return_exceptions=True)
-        raise

@@ -5,7 +5,6 @@ count it, time it, and turn an exception into a reply.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +33,7 @@ from vitx.serve.http.asgi import (
     start_task,
 )
 from vitx.serve.http.classify import Classifier
-from vitx.serve.http.gate import Gate
+from vitx.serve.http.gate import check_allowed
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
 from vitx.serve.models.served_model import ServedModel
@@ -48,6 +47,7 @@ from vitx.serve.protocol.infer import (
     header_length,
 )
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
+from vitx.serve.security import AllowedHosts
 from vitx.serve.server_core import ServerCore
 
 _OF_HEAD = (b"accept-encoding", b"x-request-id", b"traceparent", b"tracestate")
@@ -57,16 +57,14 @@ Prepare = Callable[[Scope], tuple[StartRequest, bool]]
 Asked = tuple[str, str | None, int | None]  # model, version, bytes of JSON before the tensor; None: all
 Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
 
-_log = logging.getLogger("vitx.serve")
-
 
 class App:
     """The server's routes, behind the checks of who asks."""
 
     def __init__(self, core: ServerCore, bound: str | None) -> None:
-        """`bound`: see `Gate`."""
+        """`bound`: see `AllowedHosts`."""
         self._models, self._limits, self._metrics, self._memory = core.models, core.limits, core.metrics, core.memory
-        self._gate, self._observers = Gate(core, bound), core.observers
+        self._core, self._hosts, self._observers = core, AllowedHosts(bound, core.options.allow_host), core.observers
         self._classify = Classifier(core).prepare
         self._other = other_routes(core)
 
@@ -93,7 +91,7 @@ class App:
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
             try:
-                self._gate.check(scope)
+                check_allowed(scope, self._core, self._hosts)
                 may_ask = True
                 if found is not None:
                     reply = await self._run(*found, scope, receive, record, of_head)
@@ -245,14 +243,8 @@ class App:
         return await compressed(reply, of_head[0])
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
-        """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
+        """The reply to a request that was refused or failed."""
         if isinstance(error, HTTPException):  # no such path, or not with this method
             headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
             return error_reply(RequestError(error.detail))._replace(status=error.status_code, headers=headers)
-        if not isinstance(error, RequestError):
-            _log.error("internal error while answering %s", path, exc_info=error)
-            error = RequestError("internal error: see the server's log", status=500)
-        else:
-            self._metrics.reject(error.reason, record.model or "")
-            error.__traceback__ = None  # a circle with its frames, which have the body, is freed late
-        return error_reply(error)
+        return error_reply(self._core.failure(error, path, record))

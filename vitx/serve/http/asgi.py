@@ -4,7 +4,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -59,6 +59,17 @@ def headers_of(content_type: bytes, length: int, others: Headers, *, close: bool
     if close:
         headers.append((b"connection", b"close"))
     return headers
+
+
+@lru_cache(256)
+def head_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> bytes:
+    """`headers_of` as they are sent, and the empty line behind them."""
+    return lines_of(tuple(headers_of(content_type, length, others, close=close))) + b"\r\n"
+
+
+@lru_cache(256)
+def lines_of(headers: Headers) -> bytes:
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
 
 
 async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
@@ -121,10 +132,10 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         chunks.append(chunk)
         more = message.get("more_body", False)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    encoding = header(scope, b"content-encoding")
-    if encoding in (None, "identity"):
+    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+    if encoding == "identity":
         return body
-    inflating = asyncio.ensure_future(inflated(body, str(encoding).strip().lower(), limit, reserve))
+    inflating = asyncio.ensure_future(inflated(body, encoding, limit, reserve))
     scope[CONNECTION].hold(inflating)
     return await inflating
 

@@ -15,7 +15,7 @@ from vitx.core.preprocess import ImageError
 from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import RequestError, unsupported
 from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, started_as_task
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.models.served_model import ServedModel
@@ -75,12 +75,8 @@ class Classifier:
         elif kind == "application/json":
             several = self._json_images
         elif not kind.startswith("image/") and kind not in _IMAGE_TYPES:
-            raise RequestError(
-                f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, "
-                "multipart/form-data or application/json",
-                status=415,
-                reason="unsupported_media",
-            )
+            expected = "image/*, application/octet-stream, multipart/form-data or application/json"
+            raise unsupported(f"Content-Type '{kind[:80]}' is not offered: expected {expected}")
         return started_as_task(partial(self._reply, options, several)), several is None
 
     async def _reply(
@@ -205,9 +201,8 @@ def _outputs(given: str | None, model: ServedModel) -> tuple[str, ...]:
     served = dict(model.contract.further)
     for name in names:
         if name not in served:
-            raise RequestError(
-                f"model '{model.name}' has no output {quoted(name)}: it has {', '.join(served) or 'predictions alone'}"
-            )
+            has = ", ".join(served) or "predictions alone"
+            raise RequestError(f"model '{model.name}' has no output {quoted(name)}: it has {has}")
     return names
 
 

@@ -10,56 +10,59 @@ Bodies of more than `UNCOUNTED_BYTES` are counted in a budget of all connections
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from vitx.serve.errors import RequestError, unavailable
-from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, send_reply
+from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, head_of, send_reply
 from vitx.serve.limits import Limits, MemoryBudget
-from vitx.serve.options import ServeOptions
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
 _RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
-_PIECE_BYTES = 16 * 2**10  # parsed at once
+_PIECE_BYTES = 16 * 2**10  # parsed at once at most
+END_OF_HEAD = b"\r\n\r\n"
+
+
+class _Flow(FlowControl):
+    """`held`: something waits unparsed, and nothing is read behind it, whoever asks for more."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. It is in the scope of its requests (CONNECTION).
+    """One connection. It is in the scope of its requests (CONNECTION). `protocol_class` sets what has no value here.
 
     lost: the client hung up. slow: this class has refused the request and counted it. on_lost: called when the client
     hangs up.
     """
 
-    limits: Limits = ServeOptions().limits
-    memory: MemoryBudget = MemoryBudget(limits.memory_bytes)
-    on_refused: Callable[[str], None] = staticmethod(lambda reason: None)
+    limits: Limits
+    memory: MemoryBudget
+    on_refused: Callable[[str], None]
+    flow: _Flow
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.lost = False
         self.slow = False
         self.on_lost: Callable[[], object] | None = None
         self._surplus = False  # a connection beyond the limit
-        self._in_head = True  # also between two requests
+        self._in_head = True  # else in a body; also between two requests
         self._begun = False  # whether the parser has seen a part of the head
-        self._in_body = False
+        self._refused = False  # what is behind the requests that get their replies: it is dropped
         self._unparsed = b""  # behind a request that waits for another's reply
         self._received = 0  # bytes of the head, then of the body
+        self._length: int | None = None  # of the body, if it says so
         self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._replied = 0.0  # when the last reply was written, time.monotonic()
@@ -70,6 +73,7 @@ class HttpProtocol(HttpToolsProtocol):
     # The stubs allow any kind of transport; here it is always TCP's.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         self._surplus = len(self.connections) > self.limits.connections
         self._start_timer(_SURPLUS_SECONDS if self._surplus else self.limits.header_seconds)
 
@@ -77,9 +81,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stop_unread()
         self._release()
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
-            self.timeout_keep_alive_task = None
+        super()._unset_keepalive_if_required()
         self.lost, self._unparsed = True, b""
         super().connection_lost(exc)
         if self.on_lost is not None:
@@ -136,9 +138,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _limit_writing(self) -> None:
         unread = self.transport.get_write_buffer_size()
         if unread and self._unread is None:
-            self._unread = self.loop.call_later(
-                self.limits.write_seconds + unread / self.limits.body_rate, self._cut_unread
-            )
+            seconds = self.limits.write_seconds + unread / self.limits.body_rate
+            self._unread = self.loop.call_later(seconds, self._cut_unread)
 
     def _cut_unread(self) -> None:
         self.slow = True
@@ -151,16 +152,36 @@ class HttpProtocol(HttpToolsProtocol):
         self._limit_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, a piece at a time, until a request waits for another's reply; 7,000 fit into one segment."""
-        self._unparsed += data
+        """Parse what came, a piece at a time, until a request waits for another's reply; 14,000 fit in a segment."""
+        data, self._unparsed = self._unparsed + data, b""
         place = 0
-        while place < len(self._unparsed) and not self.pipeline and not self.transport.is_closing():
-            piece = self._unparsed[place : place + _PIECE_BYTES]
-            place += len(piece)
-            self._parse(piece)
-        self._unparsed = b"" if self.transport.is_closing() else self._unparsed[place:]
-        if self._unparsed:
+        while place < len(data) and not (self.pipeline or self._refused or self.transport.is_closing()):
+            start, place = place, self._end_of_piece(data, place)
+            self._parse(data[start:place])
+        self._wait_with(data[place:])
+
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """Where the head or body ends, or earlier; one in chunks at an empty line: at most one request more begins."""
+        end = start + _PIECE_BYTES
+        if self._in_head or self._length is None:
+            found = data.find(END_OF_HEAD, start, end)
+            return end if found < 0 else found + len(END_OF_HEAD)
+        return min(end, start + max(1, self._length - self._received))
+
+    def _wait_with(self, data: bytes) -> None:
+        """Keep what came until the next reply, and read nothing behind it."""
+        if data and not (self._refused or self.transport.is_closing()):
+            self._unparsed += data
             self.flow.pause_reading()
+            self.flow.held = True
+
+    def _go_on(self) -> None:
+        """Take what waited. Not at once with the reply: hundreds of pipelined requests would recurse as deep."""
+        data, self._unparsed = self._unparsed, b""
+        self.flow.held = False
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.data_received(data)
 
     def _parse(self, data: bytes) -> None:
         if self._in_head:
@@ -171,7 +192,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(_head_too_large(self.limits))
             elif (self._begun or self._received) and self._timer is None:
                 self._start_timer(self.limits.header_seconds)
-        elif self._in_body and self._timer is None:
+        elif self._timer is None:
             self._start_timer(self.limits.body_seconds)
 
     def send_400_response(self, msg: str) -> None:
@@ -193,8 +214,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.app = _refusing(error, self)  # for good: the reply ends the connection
         elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
             self.app = _refusing(_head_too_large(self.limits), self)
+        length = dict(self.headers).get(b"content-length")
+        self._length = None if length is None else int(length)  # the parser has checked it
         super().on_headers_complete()  # raises for a URL that is none, in the head still
-        self._in_head, self._begun, self._in_body, self._received = False, False, True, 0
+        self._in_head, self._begun, self._received = False, False, 0
 
     def on_response_complete(self) -> None:
         """Start the next pipelined request, or the keep-alive timer."""
@@ -210,7 +233,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif not self._unparsed and self.timeout_keep_alive_task is None:
             self._wait_for_request(self.timeout_keep_alive)
         if self._unparsed and not self.pipeline:
-            self.loop.call_soon(self.data_received, b"")
+            self.loop.call_soon(self._go_on)
 
     def _unset_keepalive_if_required(self) -> None:
         """Called by uvicorn when data comes. Nothing to do: `timeout_keep_alive_handler` checks for activity itself."""
@@ -247,7 +270,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._stop_timer()
-        self._in_head, self._in_body, self._received = True, False, 0
+        self._in_head, self._received = True, 0
         super().on_message_complete()
         if not self.pipeline:  # a large body had paused it; read on, to notice when the client hangs up
             self.flow.resume_reading()
@@ -266,33 +289,33 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        if self._unparsed:
-            self._timer = self.loop.call_later(_RECHECK_SECONDS, self._on_timer)
-            return
-        if self._in_body:
+        left, waits = 0.0, bool(self._unparsed)
+        if not self._in_head:
             received = min(self._received, self.limits.body_bytes)
-            allowed = self.limits.body_seconds + received / self.limits.body_rate
-            left = self._since + allowed - time.monotonic()
-            if self.flow.read_paused or left > 0:
-                self._timer = self.loop.call_later(max(left, _RECHECK_SECONDS), self._on_timer)
-                return
-        if self._in_head and not (self._received or self._begun):
+            left = self._since + self.limits.body_seconds + received / self.limits.body_rate - time.monotonic()
+            waits = waits or self.flow.read_paused
+        if waits or left > 0:
+            self._timer = self.loop.call_later(max(left, _RECHECK_SECONDS), self._on_timer)
+        elif self._in_head and not (self._received or self._begun):
             self.transport.close()  # no request, so no answer
-            return
-        what = "body" if self._in_body else "headers"
-        self._refuse(RequestError(f"the request's {what} took too long", status=408, reason="slow_client"))
+        else:
+            what = "headers" if self._in_head else "body"
+            self._refuse(RequestError(f"the request's {what} took too long", status=408, reason="slow_client"))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer with the error, unless a reply has started, and close the connection."""
+        """Answer with the error, unless a reply has started or is due, and close the connection."""
         if self.transport.is_closing():
             return
         self.on_refused(error.reason)
         if self._in_head and self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # the reply that is due comes first, and ends the connection
+            self._stop_timer()
+            self._refused, self.cycle.keep_alive = True, False  # the reply that is due ends the connection
             return
         self.slow = True
         if self.may_answer():
-            self.transport.write(_plain_reply(error))
+            reply = error_reply(error)
+            head = head_of(reply.content_type, len(reply.body), reply.headers, close=True)
+            self.transport.write(STATUS_LINE[reply.status] + head + reply.body)
         self._close()
 
 
@@ -306,12 +329,3 @@ def _refusing(error: RequestError, connection: HttpProtocol) -> Any:
 
 def _head_too_large(limits: Limits) -> RequestError:
     return RequestError(f"request headers of more than {limits.header_bytes} bytes", status=431, reason="too_large")
-
-
-def _plain_reply(error: RequestError) -> bytes:
-    body = json.dumps({"error": str(error)}).encode()
-    head = (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    )
-    return head.encode() + body

@@ -25,8 +25,8 @@ from vitx.serve.http.decode_process import DecodeProcess, decoded
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
-# Pillow copies a WebP's, four bytes each, while no other thread runs: 0.1 s for twice as many.
-_WEBP_PIXELS = 25_000_000
+# Pillow copies a WebP's, four bytes each, while no other thread runs: 0.08 s on a slow day.
+_WEBP_PIXELS = 2**24
 _SCAN = re.compile(b"\xff\xda")  # a scan begins
 _MOST_SCANS = 100  # of a JPEG: each goes over the whole image, in a few bytes; progressive ones have about ten
 _CLIENTS = 4096  # remembered at most, and one more
@@ -55,7 +55,7 @@ class Decoder:
         capacity: int,
         threads: int | None = None,
         processes: bool = False,
-        on_decode: Callable[[float], None] | None = None,
+        on_decode: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         """`threads` run at once, by default one a core, and one more for small images while all have large ones.
 
@@ -138,11 +138,8 @@ class Decoder:
 
     def _next(self) -> tuple[_Job, bytes] | None:
         with self._changed:
-            while not self._closed:
-                if (taken := self._take()) is not None:
-                    return taken
-                self._changed.wait()
-            return None
+            taken = self._changed.wait_for(lambda: self._closed or self._take())
+        return taken if isinstance(taken, tuple) else None
 
     def _run(self, decode: Decode, job: _Job, data: bytes) -> None:
         result = self._result(decode, job, data)
@@ -188,6 +185,5 @@ class Decoder:
             return ImageError(str(failure))  # its own frames have the image, and a circle with them is freed late
         except Exception as failure:  # noqa: BLE001 - the edge of one image
             return failure
-        if self._on_decode is not None:
-            self._on_decode(time.perf_counter() - started)
+        self._on_decode(time.perf_counter() - started)
         return image

@@ -2,7 +2,7 @@
 
 from starlette.types import Scope
 
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import RequestError, unsupported
 from vitx.serve.http.asgi import header
 from vitx.serve.security import AllowedHosts, Kind
 from vitx.serve.server_core import ServerCore
@@ -19,36 +19,25 @@ _FORM_TYPES = ("text/plain", _URL_ENCODED, "multipart/form-data")
 _TAKES_FORMS = "/v1/classify"
 
 
-class Gate:
-    """Checks requests before their bodies are read."""
-
-    def __init__(self, core: ServerCore, bound: str | None) -> None:
-        """`bound`: the address that the server listens on, None if others take the connections."""
-        self._core, self._hosts = core, AllowedHosts(bound, core.options.allow_host)
-
-    def check(self, scope: Scope) -> None:
-        """Raise RequestError for a request that is not allowed."""
-        path, origin = scope["path"], header(scope, b"origin")
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
-            raise RequestError(f"the request has {len(hosts)} Host headers: expected one")
-        self._hosts.check(hosts[0].decode("latin-1") if hosts else None, origin)
-        if path.startswith(_NOT_FOR_BROWSERS) and (origin or header(scope, b"sec-fetch-site")):
-            raise RequestError(f"{path[:80]} is not for browsers", status=403, reason="origin")
-        if scope["method"] == "POST" and path != _TAKES_FORMS:
-            content_type = header(scope, b"content-type") or ""
-            kind = content_type.partition(";")[0].strip().lower()
-            # Where no browser may ask, libcurl's name for any body is taken: Triton's C++ client has no other.
-            if kind in _FORM_TYPES and not (kind == _URL_ENCODED and path.startswith(_NOT_FOR_BROWSERS)):
-                raise RequestError(
-                    f"Content-Type '{content_type[:80]}' is not offered here: expected application/json or "
-                    "application/octet-stream",
-                    status=415,
-                    reason="unsupported_media",
-                )
-        if path == _METRICS and self._core.options.metrics == "off":
-            raise RequestError("the metrics are off", status=404, reason="not_offered")
-        if path not in _WITHOUT_TOKEN:
-            asked: Kind = "metrics" if path == _METRICS else "inference"
-            asked = "management" if path.startswith(_REPOSITORY) else asked
-            self._core.tokens.check(asked, header(scope, b"authorization"))
+def check_allowed(scope: Scope, core: ServerCore, hosts: AllowedHosts) -> None:
+    """Raise RequestError for a request that is not allowed, before its body is read."""
+    path, origin = scope["path"], header(scope, b"origin")
+    given = [value for name, value in scope["headers"] if name == b"host"]
+    if len(given) > 1 or (not given and scope["http_version"] == "1.1"):
+        raise RequestError(f"the request has {len(given)} Host headers: expected one")
+    hosts.check(given[0].decode("latin-1") if given else None, origin)
+    if path.startswith(_NOT_FOR_BROWSERS) and (origin or header(scope, b"sec-fetch-site")):
+        raise RequestError(f"{path[:80]} is not for browsers", status=403, reason="origin")
+    if scope["method"] == "POST" and path != _TAKES_FORMS:
+        content_type = header(scope, b"content-type") or ""
+        kind = content_type.partition(";")[0].strip().lower()
+        # Where no browser may ask, libcurl's name for any body is taken: Triton's C++ client has no other.
+        if kind in _FORM_TYPES and not (kind == _URL_ENCODED and path.startswith(_NOT_FOR_BROWSERS)):
+            expected = "application/json or application/octet-stream"
+            raise unsupported(f"Content-Type '{content_type[:80]}' is not offered here: expected {expected}")
+    if path == _METRICS and core.options.metrics == "off":
+        raise RequestError("the metrics are off", status=404, reason="not_offered")
+    if path not in _WITHOUT_TOKEN:
+        asked: Kind = "metrics" if path == _METRICS else "inference"
+        asked = "management" if path.startswith(_REPOSITORY) else asked
+        core.tokens.check(asked, header(scope, b"authorization"))

@@ -8,15 +8,15 @@ or the connection is read (encoding, Expect, upgrade, chunks, `Connection: close
 
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from vitx.serve.callbacks import write_with_batch
-from vitx.serve.http.asgi import CONNECTION, Headers, Reply, headers_of
-from vitx.serve.http.connection import HttpProtocol
+from vitx.serve.http.asgi import CONNECTION, Reply, head_of, lines_of
+from vitx.serve.http.connection import END_OF_HEAD, HttpProtocol
 from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
 
 # Answers a request with this body by calling `HeadCacheProtocol.reply`, now or later. Returns a function that cancels
@@ -25,7 +25,6 @@ CachedHandler = Callable[["HeadCacheProtocol", bytes], Callable[[], object] | No
 
 _HEAD = "vitx.head"  # scope key of the request's head, as received
 _MAX_HEAD_BYTES, _MAX_HEADS = 2048, 1024
-_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(\d{1,12})\r\n", re.IGNORECASE)
 # A request with one of these headers is not cached.
 _UNCACHEABLE = {b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"}
@@ -43,13 +42,11 @@ class HeadCacheProtocol(HttpProtocol):
         self._incoming: tuple[int, CachedHandler] | None = None  # the length of the body, and what answers it
         self._pieces: list[bytes] = []
         self._replying = False
-        self._pipelined: list[bytes] = []  # received while replying
         self._close_after_reply = False  # the server shuts down
 
     def data_received(self, data: bytes) -> None:
         if self._replying:
-            self._pipelined.append(data)
-            self.flow.pause_reading()
+            self._wait_with(data)
         elif self._incoming is not None:
             self._collect_body(*self._incoming, data)
         elif (found := self._find(data)) is None:
@@ -62,8 +59,8 @@ class HeadCacheProtocol(HttpProtocol):
         """Of the cached head that `data` begins with the length of the body, its handler, and the data behind it."""
         self._head = None
         if self._in_head and not self._surplus and self.is_idle() and not self.flow.write_paused:
-            end = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
-            if end >= len(_END):
+            end = data.find(END_OF_HEAD, 0, _MAX_HEAD_BYTES) + len(END_OF_HEAD)
+            if end >= len(END_OF_HEAD):
                 head = data[:end]
                 key, size = _split(head) or (b"", 0)
                 # A body that is too large, or does not fit, is refused by the application.
@@ -82,17 +79,16 @@ class HeadCacheProtocol(HttpProtocol):
         if len(data) < missing:
             self._incoming = length, handler
             self._pieces.append(data)
-            self._in_head, self._in_body = False, True
+            self._in_head = False
             self._received += len(data)
             if self._timer is None:
                 self._start_timer(self.limits.body_seconds)
             return
         self._stop_timer()
         self._incoming = None
-        self._in_head, self._in_body, self._received = True, False, 0
+        self._in_head, self._received = True, 0
         if len(data) > missing:
-            self._pipelined.append(data[missing:])
-            self.flow.pause_reading()
+            self._wait_with(data[missing:])
             data = data[:missing]
         if self._pieces:
             data, self._pieces = b"".join((*self._pieces, data)), []
@@ -112,31 +108,20 @@ class HeadCacheProtocol(HttpProtocol):
         if self.transport.is_closing():
             return
         close = close or self._close_after_reply
-        default = _lines_of(tuple(self.server_state.default_headers))
+        default = lines_of(tuple(self.server_state.default_headers))
         if request_id:
             default += b"x-request-id: %b\r\n" % request_id.encode()
-        ours = _head_of(reply.content_type, len(reply.body), reply.headers, close=close)
+        ours = head_of(reply.content_type, len(reply.body), reply.headers, close=close)
         data = b"".join((STATUS_LINE[reply.status], default, ours, reply.body))
         write_with_batch(partial(self._write_reply, data, close=close))
 
     def _write_reply(self, data: bytes, *, close: bool) -> None:
         self.transport.write(data)
+        self._replying = False
         if close:
             self._close()
-            return
-        self.on_response_complete()
-        if self._pipelined:  # not at once: hundreds of pipelined requests would recurse as deep
-            self.flow.pause_reading()
-            self.loop.call_soon(self._resume)
         else:
-            self._replying = False
-
-    def _resume(self) -> None:
-        self._replying = False
-        data, self._pipelined = b"".join(self._pipelined), []
-        if not self.transport.is_closing():
-            self.flow.resume_reading()
-            self.data_received(data)
+            self.on_response_complete()
 
     def is_idle(self) -> bool:
         return not self._replying and self._incoming is None and super().is_idle()
@@ -177,24 +162,10 @@ def _split(head: bytes) -> tuple[bytes, int] | None:
     return None if found is None else (head[: found.start(1)] + head[found.end(1) :], int(found[1]))
 
 
-def protocol_class(
-    limits: Limits, on_refused: Callable[[str], None], memory: MemoryBudget | None = None
-) -> type[HeadCacheProtocol]:
+def protocol_class(limits: Limits, on_refused: Callable[[str], None], memory: MemoryBudget) -> type[HeadCacheProtocol]:
     """Return the protocol class of one server. `on_refused` is called with the reason when a connection is refused.
 
-    memory: that other protocols share, by default one of its own.
+    memory: other protocols may share it.
     """
-    memory = memory or MemoryBudget(limits.memory_bytes)
     members = {"limits": limits, "memory": memory, "on_refused": staticmethod(on_refused), "handlers": {}}
     return type("ServerProtocol", (HeadCacheProtocol,), members)
-
-
-@lru_cache(256)
-def _head_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> bytes:
-    """The headers of a reply without the server's default ones, and the empty line behind them."""
-    return _lines_of(tuple(headers_of(content_type, length, others, close=close))) + b"\r\n"
-
-
-@lru_cache(256)
-def _lines_of(headers: Headers) -> bytes:
-    return b"".join(b"%b: %b\r\n" % header for header in headers)

@@ -278,7 +278,7 @@ def measure_curve(session: Session, shape: Sequence[int], batching: Batching) ->
         preferred = {size for size in batching.preferred if size < batching.max_batch}
         for rows in sorted({*powers, *preferred, batching.max_batch}):
             expected = min(taken[max(taken)]) * rows / max(taken) if taken else 0.0
-            if time.perf_counter() + expected > start + _SECONDS / 2:
+            if taken and time.perf_counter() + expected > start + _SECONDS / 2:
                 break
             taken[rows] = measured(rows)
         while few := [rows for rows, times in taken.items() if len(times) <= _CALLS * batching.instances]:

@@ -297,16 +297,16 @@ class ModelSet:
         await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
-        before = self._generations[-1]
+        before = self._generations
         self._generations = [*(requests for requests in self._generations if requests.count), InFlight()]
         task = asyncio.create_task(self._close_after(before, model, seconds))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    async def _close_after(self, requests: InFlight, model: ServedModel, seconds: float) -> None:
+    async def _close_after(self, before: Sequence[InFlight], model: ServedModel, seconds: float) -> None:
         """Close a model when the requests that may use it have ended; a client slower than `seconds` gets 503."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(requests.end(), seconds)
+            await asyncio.wait_for(asyncio.gather(*(requests.end() for requests in before)), seconds)
         await model.close()
         if model.cache is not None:
             await model.cache.forget()

@@ -8,6 +8,7 @@ import urllib.request
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -49,8 +50,12 @@ class ServerClient:
     ) -> None:
         """Raise InputError if `url` is not HTTP; without a scheme it is http://."""
         url = (url if "://" in url else f"http://{url}").rstrip("/")
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # such as a port that is no number
+            known = False
+        if not known:
             raise InputError(f"'{url}' is not the address of a server: expected one such as http://127.0.0.1:8000")
         self.url = url
         self._tokens = {"/v1/stats": token, "/metrics": metrics_token or token}
@@ -86,6 +91,8 @@ class ServerClient:
                 if error.code == 404 and path == "/metrics":  # and /v1/stats was there
                     raise EnvironmentMissing(f"the metrics of {self.url} are off: serve with --metrics token") from None
                 raise self._not_vitx(f"it answered {error.code} to {path}") from None
+        except HTTPException as error:
+            raise self._not_vitx(f"what it sent is no HTTP, or breaks off ({error!r:.80})") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise EnvironmentMissing(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,8 +27,8 @@ class Siblings:
         """`start_lock` blocks `exclusive`: close it when this worker has loaded its models."""
         self.start_lock = _locked(folder, exclusive=False)
         self._folder = folder
-        # With the process id: while a worker is replaced, two have its index.
-        self._path = folder / f"{index}-{os.getpid()}{_SUFFIX}"
+        # With the time: while a worker is replaced two have its index, and what the newer one answers counts.
+        self._path = folder / f"{index}-{time.time_ns()}{_SUFFIX}"
         self._handlers: Mapping[str, Handler] = {}
         self._server: asyncio.Server | None = None
         self._exclusive = asyncio.Lock()

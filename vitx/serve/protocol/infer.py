@@ -84,14 +84,13 @@ class Contract(NamedTuple):
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """The body of `GET /v2/models/NAME`; `versions`: the loaded versions of the model."""
+        outputs = [{"name": name, "datatype": "FP32", "shape": [-1, width]} for name, width in self.widths().items()]
         return {
             "name": self.model,
             "versions": list(versions),
             "platform": "onnxruntime_onnx",
             "inputs": [{"name": self.input_name, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
-            "outputs": [
-                {"name": name, "datatype": "FP32", "shape": [-1, width]} for name, width in self.widths().items()
-            ],
+            "outputs": outputs,
         }
 
     def config(self, max_batch: int, preferred: Sequence[int]) -> dict[str, Any]:
@@ -101,15 +100,14 @@ class Contract(NamedTuple):
         """
         dims = list(self.image_shape)
         image = {"name": self.input_name, "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": dims}
+        widths = self.widths().items()
         return {
             "name": self.model,
             "platform": "onnxruntime_onnx",
             "backend": "onnxruntime",
             "max_batch_size": max_batch,
             "input": [image],
-            "output": [
-                {"name": name, "data_type": "TYPE_FP32", "dims": [width]} for name, width in self.widths().items()
-            ],
+            "output": [{"name": name, "data_type": "TYPE_FP32", "dims": [width]} for name, width in widths],
             "dynamic_batching": {"preferred_batch_size": list(preferred)},
         }
 
@@ -148,9 +146,8 @@ def decode_infer_request(
     images, and what `SharedMemory` raises.
     """
     if length is not None and length > len(body):
-        raise RequestError(
-            f"Inference-Header-Content-Length is '{length}': expected 0 to {len(body)}, the body's length"
-        )
+        expected = f"0 to {len(body)}, the body's length"
+        raise RequestError(f"Inference-Header-Content-Length is '{length}': expected {expected}")
     if length == 0:  # Triton's raw binary request: the body is the tensor, without JSON
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
@@ -349,14 +346,11 @@ def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, A
         raise RequestError(f"expected 1 input but got {len(tensors)} inputs for model '{contract.model}'")
     tensor: Mapping[str, Any] = tensors[0]
     if tensor.get("name") != contract.input_name:
-        raise RequestError(
-            f"unexpected inference input {quoted(tensor.get('name'))} for model '{contract.model}': "
-            f"its input is '{contract.input_name}'"
-        )
+        text = f"unexpected inference input {quoted(tensor.get('name'))} for model '{contract.model}'"
+        raise RequestError(f"{text}: its input is '{contract.input_name}'")
     if tensor.get("datatype") != "UINT8":
-        raise RequestError(
-            f"inference input '{contract.input_name}' is {quoted(tensor.get('datatype'))}: expected 'UINT8'"
-        )
+        given = quoted(tensor.get("datatype"))
+        raise RequestError(f"inference input '{contract.input_name}' is {given}: expected 'UINT8'")
     return tensor
 
 
@@ -370,7 +364,7 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
     return tuple(shape)
 
 
-def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
+def _from_bytes(data: bytes | memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
     expected_bytes(contract.input_name, len(data), shape)
     return np.ndarray(shape, np.uint8, data)
 

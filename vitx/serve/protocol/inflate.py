@@ -4,7 +4,7 @@ import asyncio
 import zlib
 from collections.abc import Callable
 
-from vitx.serve.errors import RequestError, too_large
+from vitx.serve.errors import RequestError, too_large, unsupported
 
 # zlib's `wbits` for a gzip header and for a zlib header.
 WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -19,11 +19,7 @@ async def inflated(body: bytes, encoding: str, limit: int, reserve: Callable[[in
     `reserve` does.
     """
     if encoding not in WINDOW:
-        raise RequestError(
-            f"Content-Encoding '{encoding[:80]}' is not offered: expected gzip, deflate or identity",
-            status=415,
-            reason="unsupported_media",
-        )
+        raise unsupported(f"Content-Encoding '{encoding[:80]}' is not offered: expected gzip, deflate or identity")
     stream = zlib.decompressobj(wbits=WINDOW[encoding])
     pieces: list[bytes] = []
     left, room = body, limit + 1

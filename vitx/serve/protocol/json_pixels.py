@@ -49,9 +49,8 @@ def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UIn
     Raises RequestError 400 for anything else; `name` is the input's.
     """
     count = math.prod(shape)
-    wrong = RequestError(
-        f"the data of input '{name}' is not {count} integers from 0 to 255, flat or nested as {list(shape)}"
-    )
+    text = f"the data of input '{name}' is not {count} integers from 0 to 255, flat or nested as {list(shape)}"
+    wrong = RequestError(text)
     if len(given) > max(SMALL_BYTES, _BYTES_OF_A_NUMBER * (count + 1)):
         raise wrong
     values, brackets = bytearray(), bytearray()

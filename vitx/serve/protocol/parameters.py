@@ -37,19 +37,16 @@ class Region:
             return None
         name, offset, byte_size = (parameters.get(name) for name in REGION_PARAMETERS)
         if not isinstance(name, str) or byte_size is None:
-            raise RequestError(
-                "'shared_memory_region', a name, and 'shared_memory_byte_size' go together: one of them is missing"
-            )
+            text = "'shared_memory_region', a name, and 'shared_memory_byte_size' go together: one of them is missing"
+            raise RequestError(text)
         return cls(name, 0 if offset is None else offset, byte_size)
 
     def hold(self, byte_size: int, output: str, memory: SharedMemory) -> "Region":
         """This place, held; raise RequestError unless an output of `byte_size` bytes can be written here."""
         held = self.held or memory.check(self.name, self.offset, self.byte_size)
         if byte_size > self.byte_size:
-            raise RequestError(
-                f"output '{output}' has {byte_size} bytes: "
-                f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
-            )
+            place = f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
+            raise RequestError(f"output '{output}' has {byte_size} bytes: {place}")
         return replace(self, held=held)
 
     def write(self, data: bytes, output: str, memory: SharedMemory) -> dict[str, Any]:
@@ -100,9 +97,8 @@ def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) 
         raise RequestError(f"the 'parameters' of the {kind} are not an object")
     for name in parameters:
         if name not in known:
-            raise RequestError(
-                f"this server does not offer the {kind} parameter '{name[:80]}': known are {', '.join(known)}"
-            )
+            text = f"this server does not offer the {kind} parameter '{name[:80]}': known are {', '.join(known)}"
+            raise RequestError(text)
     return parameters
 
 
@@ -118,9 +114,8 @@ def expected_bytes(name: str, given: object, shape: Sequence[int]) -> None:
     """Raise RequestError unless `given` is the number of bytes of a uint8 input of this shape."""
     expected = math.prod(shape)
     if given != expected:
-        raise RequestError(
-            f"input '{name}' got unexpected byte size {quoted(given)}, expected {expected} for shape {list(shape)}"
-        )
+        text = f"got unexpected byte size {quoted(given)}, expected {expected} for shape {list(shape)}"
+        raise RequestError(f"input '{name}' {text}")
 
 
 def quoted(value: object) -> str:

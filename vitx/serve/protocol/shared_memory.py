@@ -1,6 +1,6 @@
 """System shared memory (Triton's extension): tensors in POSIX shared memory of a client on the same machine.
 
-A region is an open file of /dev/shm. Tensors are copied with `preadv` and `pwrite` and never mapped: if a client
+A region is an open file of /dev/shm. Tensors are copied with `pread` and `pwrite` and never mapped: if a client
 shrinks its memory, access to a mapping would kill the server with SIGBUS, while a read just returns fewer bytes. So a
 region costs one file descriptor and no memory. Source: Triton's docs/protocol/extension_shared_memory.md.
 """
@@ -63,9 +63,8 @@ class SharedMemory:
         try:
             _check_file(file, key)
             if offset + byte_size > (size := os.fstat(file).st_size):
-                raise _refused(
-                    f"{refusal}: bytes {offset} to {offset + byte_size} are not all within '{key}', which has {size}"
-                )
+                where = f"bytes {offset} to {offset + byte_size} are not all within '{key}', which has {size}"
+                raise _refused(f"{refusal}: {where}")
         except BaseException:
             os.close(file)
             raise
@@ -84,15 +83,14 @@ class SharedMemory:
         regions = list(self._regions.values()) if name is None else [self._find(name)]
         return [{name: getattr(region, name) for name in ("name", "key", "offset", "byte_size")} for region in regions]
 
-    def read(self, name: str, offset: int, byte_size: int) -> memoryview:
+    def read(self, name: str, offset: int, byte_size: int) -> bytes:
         """Return a copy of `byte_size` bytes from `offset` in a region."""
         region = self.check(name, offset, byte_size)
-        data = memoryview(bytearray(byte_size))
         try:
-            count = os.preadv(region.file, [data], region.offset + offset)
+            data = os.pread(region.file, byte_size, region.offset + offset)
         except OSError as error:
             raise _failed("read", region, error) from None
-        if count != byte_size:
+        if len(data) != byte_size:
             raise _shrunk(region)
         return data
 
@@ -125,10 +123,8 @@ class SharedMemory:
         region = self._find(name)
         _check_range(f"shared memory region '{name[:80]}'", offset, byte_size)
         if offset + byte_size > region.byte_size:
-            raise _refused(
-                f"bytes {offset} to {offset + byte_size} are not all within shared memory region '{name}', "
-                f"which has {region.byte_size}"
-            )
+            where = f"shared memory region '{name}', which has {region.byte_size}"
+            raise _refused(f"bytes {offset} to {offset + byte_size} are not all within {where}")
         return region
 
 

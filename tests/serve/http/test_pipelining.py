@@ -1,0 +1,153 @@
+"""Requests that come before the replies to those ahead of them: in order, and bounded however many they are."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from threading import Thread
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from server_process import running_server
+from socketless_server import Server, bodies_of, request, settled
+from virtual_time import run_virtually
+from vitx.core.bundle import Bundle
+from vitx.core.sandbox import resident_gib
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    run_virtually(test, "vitx.serve.http.connection")
+
+
+def holding(server: Server) -> tuple[Callable[[Scope, Receive, Send], Awaitable[None]], asyncio.Event]:
+    """The server's application, which waits for the event."""
+    waiting = asyncio.Event()
+
+    async def held(scope: Scope, receive: Receive, send: Send) -> None:
+        await waiting.wait()
+        await server.app(scope, receive, send)
+
+    return held, waiting
+
+
+def test_pipelined_requests_that_are_parsed_are_answered_in_order_and_reading_waits() -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        requests = [request(b"%d" % number, b"X-%d: 1" % number) for number in range(3)]
+        protocol.data_received(b"".join(requests))
+        assert not transport.reading
+        await settled()
+        assert bodies_of(transport.written) == [b"0", b"1", b"2"]
+        assert transport.reading
+        assert server._state.total_requests == 3
+        protocol.connection_lost(None)
+
+    run(test)
+
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n%b\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_of_many_small_requests_in_one_segment_one_is_parsed_before_its_turn(chunked: bool) -> None:
+    """All 7,000 were parsed before anybody else was answered, for a tenth of a second and more; each takes 5 KB."""
+
+    async def test() -> None:
+        server = Server(header_seconds=5)
+        transport, protocol = server.connect()
+        bodies = [b"%04d" % number for number in range(3000)]
+        protocol.data_received(
+            b"".join(CHUNKED % body if chunked else request(body, b"X-%b: 1" % body) for body in bodies)
+        )
+        for _ in range(20 * len(bodies)):
+            assert len(protocol.pipeline) <= 2
+            assert not (transport.reading and protocol._unparsed)  # whatever asks for more
+            await asyncio.sleep(0)
+        assert bodies_of(transport.written) == bodies
+        assert (transport.reading, protocol.is_idle()) == (True, True)
+        assert server.refused == []
+
+    run(test)
+
+
+def test_what_waits_unparsed_is_not_slow_and_goes_with_its_connection() -> None:
+    async def test() -> None:
+        server = Server(header_seconds=1, body_seconds=1)
+        transport, protocol = server.connect()
+        protocol.app, waiting = holding(server)
+        requests = [request(b"%05d" % number) for number in range(400)]
+        protocol.data_received(b"".join(requests))  # the piece ends within a head or a body
+        await asyncio.sleep(60)
+        assert (transport.closed, server.refused) == (False, [])
+        waiting.set()
+        for _ in range(4000):
+            await asyncio.sleep(0)
+        assert len(bodies_of(transport.written)) == 400
+        waiting.clear()
+        protocol.data_received(b"".join(request(b"%05d" % number, b"X-Other: 1") for number in range(400)))
+        assert protocol._unparsed
+        protocol.connection_lost(ConnectionResetError())
+        assert not protocol._unparsed
+        waiting.set()
+        await asyncio.sleep(60)
+        assert server.refused == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+def test_a_head_that_is_too_large_behind_a_request_is_refused_once_and_not_kept(end: bytes) -> None:
+    async def test() -> None:
+        server = Server(header_seconds=1)
+        transport, protocol = server.connect()
+        protocol.app, waiting = holding(server)
+        protocol.data_received(request(b"first"))
+        protocol.data_received(b"GET /echo HTTP/1.1\r\nHost: here\r\nX-Long: ")
+        for _ in range(100):
+            protocol.data_received(bytes(2**14).replace(b"\0", b"x"))
+        assert (server.refused, protocol._received) == (["too_large"], 2**15 + 40)
+        protocol.data_received(end + request(b"second"))
+        await asyncio.sleep(60)
+        assert (transport.closed, server.refused) == (False, ["too_large"])
+        waiting.set()
+        await settled()
+        assert bodies_of(transport.written) == [b"first"]
+        assert b"connection: close\r\n" in transport.written
+        assert transport.closed
+
+    run(test)
+
+
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize("one", [GET, POST], ids=["get", "post"])
+def test_a_client_that_sends_requests_without_end_is_read_no_faster_than_it_is_answered(
+    tiny_bundle: Bundle, one: bytes
+) -> None:
+    """Each reply let in 64 KiB more: 27 MB in a second, and 7 MB every further one."""
+
+    def read(client: socket.socket) -> None:
+        with suppress(ConnectionResetError):
+            while client.recv(2**16):
+                pass
+
+    with (
+        running_server(tiny_bundle.path, "--allow-uncertified") as server,
+        socket.create_connection((server.host, server.port)) as client,
+    ):
+        client.sendall(one)
+        client.recv(2**16)
+        before = resident_gib(server.process.pid)
+        reader = Thread(target=read, args=(client,), daemon=True)
+        reader.start()
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            client.send(one * 1000)
+        assert resident_gib(server.process.pid) - before < 8 / 2**10
+        client.shutdown(socket.SHUT_RDWR)
+        reader.join()
