@@ -195,14 +195,15 @@ def test_logits_alone_run_another_session(bundle: Bundle, monkeypatch: pytest.Mo
     assert warm.outputs is not None
     assert (warm.session.outputs, warm.outputs.names) == ((), ("embedding", "attention"))
     asked: list[str] = []
-    for session, name in ((warm.session, "logits"), (warm.outputs.session, "rows")):
-        infer = session._infer
+    parts = (warm.session, "_infer", "logits"), (warm.outputs.session, "_infer_outputs", "rows")
+    for session, method, name in parts:
+        infer = getattr(session, method)
 
         def noting(images: Pixels, infer: Any = infer, name: str = name) -> Any:
             asked.append(name)
             return infer(images)
 
-        monkeypatch.setattr(session, "_infer", noting)
+        monkeypatch.setattr(session, method, noting)
 
     async def ask() -> None:
         model = ServedModel(warm, Metrics())

@@ -210,8 +210,9 @@ def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None
         try:
             return await asking.ask("who", seconds=20)
         finally:
+            for worker in workers:
+                worker.close()
             for each in everyone:
-                each.close()
                 each.start_lock.close()
 
     assert asyncio.run(ask()) == {"0": b"newer"}

@@ -25,8 +25,9 @@ from vitx.parity.signature import require_signature
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_elastic, load_instances, sessions_on, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.runtimes.session import LOGITS, Device, Float32Array, Session, image_shape, is_cpu
+from vitx.runtimes.session import LOGITS, Device, Session, image_shape, is_cpu
 from vitx.serve.batching.latency_curve import LatencyCurve
+from vitx.serve.batching.request_queue import Infer
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
 from vitx.serve.options import ServeOptions
@@ -152,8 +153,7 @@ class Loader:
             return offer, None
         session = opened.enter_context(load_warm(bundle, batching, runtime=runtime, **setting))
         offer, verdict = self._judged(offer, session)
-        rows = RowsSession(session)
-        return offer, WarmOutputs(rows, names, measure_curve(rows, image_shape(bundle), batching), verdict)
+        return offer, WarmOutputs(session, names, measure_curve(session, image_shape(bundle), batching), verdict)
 
     def _judged(self, offer: Offer, session: Session) -> tuple[Offer, Verdict | None]:
         """The verdict on what was loaded; with --allow-uncertified a model without a passing one is shown as such."""
@@ -181,27 +181,11 @@ class Loader:
         return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
 
 
-class RowsSession(Session):
-    """A session whose `infer` returns one row an image: the logits and then each further output (see `Contract`)."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self._session = session
-        self.outputs, self.callers, self.profiles = session.outputs, session.callers, session.profiles
-
-    @property
-    def under_load(self) -> Session:
-        several = self._session.under_load
-        return self if several is self._session else RowsSession(several)
-
-    def _infer(self, images: UInt8Array) -> Float32Array:
-        return np.concatenate([*self._session.infer_outputs(images).values()], axis=1)
-
-    def _close(self) -> None:
-        self._session.close()
-
-    def describe(self) -> dict[str, Any]:
-        return self._session.describe()
+def infer_rows(session: Session) -> Infer:
+    """What computes one row an image: the logits, and then each further output of the session (see `Contract`)."""
+    if not session.outputs:
+        return session.infer
+    return lambda images: np.concatenate([*session.infer_outputs(images).values()], axis=1)
 
 
 def load_warm(
@@ -294,6 +278,7 @@ def measure_curve(session: Session, shape: Sequence[int], batching: Batching) ->
 
 
 def _seconds_of(session: Session, images: UInt8Array) -> float:
+    infer = infer_rows(session)
     start = time.perf_counter()
-    session.infer(images)
+    infer(images)
     return time.perf_counter() - start

@@ -10,7 +10,7 @@ from vitx.core.certificate import Certificate
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
-from vitx.serve.models.loading import ModelKey, WarmModel
+from vitx.serve.models.loading import ModelKey, WarmModel, infer_rows
 from vitx.serve.models.response_cache import ModelCache, ResponseCache
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD
@@ -26,24 +26,21 @@ class ServedModel:
     def __init__(self, warm: WarmModel, metrics: Metrics) -> None:
         self.bundle = warm.offer.bundle
         self.certificate = warm.offer.certificate
-        self.verdict = warm.verdict
-        self._runtimes = warm.runtimes  # the one that runs, then the others that could, by their speed
+        self._warm = warm
         self.canary = warm.canary
         self.fault: str | None = None
         self.cache: ModelCache | None = None  # set by a ModelSet that has a cache
         names = warm.outputs.names if warm.outputs else ()
         self.key = self.name, self.version = warm.offer.key
         self.contract = Contract.of(self.bundle.manifest, self.version, names)
-        self._outputs = warm.outputs
         self.runtime = warm.session.describe()
-        self._sessions = [session for session, _ in warm.loaded]
         self._batchers = [
             Batcher(
-                session.infer,
+                infer_rows(session),
                 warm.batching,
                 curve=curve,
                 on_batch=lambda times: self.metrics.batch(times),
-                under_load=session.under_load.infer,
+                under_load=infer_rows(session.under_load),
             )
             for session, curve in warm.loaded
         ]
@@ -61,9 +58,9 @@ class ServedModel:
 
     async def close(self) -> None:
         """Finish what the batcher accepted, then free the model."""
-        for batcher, session in zip(self._batchers, self._sessions, strict=True):
+        for batcher in self._batchers:
             await batcher.close()
-            await asyncio.to_thread(session.close)
+        await asyncio.to_thread(self._warm.close)
 
     def batcher_of(self, further: object) -> Batcher:
         """The batcher of requests for the logits alone, or of those that ask for `further` outputs too.
@@ -102,7 +99,8 @@ class ServedModel:
 
         Of the paths of the machines where the model was trained, exported and certified only the last part is shown.
         """
-        manifest, verdicts = self.bundle.manifest, (self.verdict, self._outputs and self._outputs.verdict)
+        manifest, warm = self.bundle.manifest, self._warm
+        verdicts = warm.verdict, warm.outputs and warm.outputs.verdict
         executables = [verdict and verdict.model_dump(mode="json") for verdict in verdicts]
         made = {
             "certificate": self.certificate and _summary(self.certificate),
@@ -115,7 +113,7 @@ class ServedModel:
         own = {
             "certified": self.certificate is not None,
             **_without_folders(made),
-            "runtimes": self._runtimes,
+            "runtimes": warm.runtimes,
             "fault": self.fault,
             "outputs": [
                 spec.model_dump(mode="json") for spec in manifest.outputs if spec.name in dict(self.contract.further)

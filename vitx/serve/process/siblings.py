@@ -29,8 +29,6 @@ class Siblings:
         self._folder = folder
         # With the time: while a worker is replaced two have its index, and what the newer one answers counts.
         self._path = folder / f"{index}-{time.time_ns()}{_SUFFIX}"
-        self._handlers: Mapping[str, Handler] = {}
-        self._server: asyncio.Server | None = None
         self._exclusive = asyncio.Lock()
 
     async def start(self, handlers: Mapping[str, Handler]) -> None:
@@ -39,8 +37,8 @@ class Siblings:
         self._server = await asyncio.start_unix_server(self._on_question, self._path)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        """Call after `start`."""
+        self._server.close()
         self._path.unlink(missing_ok=True)
 
     async def ask(self, name: str, text: str = "", *, seconds: float) -> dict[str, bytes]:
