@@ -11,9 +11,8 @@ from virtual_time import run_virtually
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher, Submission
-from vitx.serve.batching.instance_threads import BatchResult
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import Batch
+from vitx.serve.batching.request_queue import Batch, ignore
 from vitx.serve.errors import RequestError
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes
@@ -36,9 +35,8 @@ class Instances:
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
-        self.replaced = 0
         self.closed = False
-        self.on_result: Callable[[BatchResult], None] = lambda result: None
+        self.on_result: Callable[[Batch], None] = ignore
 
     def put(self, batch: Batch) -> None:
         assert not self.closed
@@ -54,25 +52,26 @@ class Instances:
         batch = self.batches.pop(0)
         loop = asyncio.get_running_loop()
         batch.started = loop.time()
-        live = [part for part in batch.parts if not part.done]
-        given = [int(number) for part in live for number in part.images[:, 0, 0, 0]]
+        batch.parts = [part for part in batch.parts if not part.done]
+        given = numbers(batch)
         await asyncio.sleep(gather)
-        gathered = loop.time()
+        batch.gathered = loop.time()
         await asyncio.sleep(seconds)
         batch.computed = loop.time()
         await asyncio.sleep(lag)
-        logits: Float32Array | None = np.array(given, dtype=np.float32)[:, None] if error is None and live else None
-        died = error is not None and not isinstance(error, Exception)
-        self.on_result(BatchResult(batch, live, logits, error, gathered, batch.computed, died))
+        batch.error, batch.died = error, error is not None and not isinstance(error, Exception)
+        if error is None and given:
+            batch.logits = np.array(given, dtype=np.float32)[:, None]
+        self.on_result(batch)
         return given
 
 
 def made(
-    curve: dict[int, float] | None = None, *, on_batch: Callable[[BatchTimes], None] | None = None, **settings: Any
+    curve: dict[int, float] | None = None, *, on_batch: Callable[[BatchTimes], None] = ignore, **settings: Any
 ) -> tuple[Batcher, Instances]:
     instances = Instances()
 
-    def replaced(count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> Instances:
+    def replaced(count: int, max_rows: int, on_result: Callable[[Batch], None]) -> Instances:
         instances.on_result = on_result
         return instances
 

@@ -23,7 +23,6 @@ from virtual_time import VirtualLoop
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher, Submission
-from vitx.serve.batching.instance_threads import BatchResult
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch
 from vitx.serve.errors import RequestError
@@ -303,12 +302,11 @@ class SlowModel:
 class VirtualInstances:
     """Takes the place of InstanceThreads."""
 
-    def __init__(self, outcome: Outcome, scenario: Scenario, on_result: Callable[[BatchResult], None]) -> None:
+    def __init__(self, outcome: Outcome, scenario: Scenario, on_result: Callable[[Batch], None]) -> None:
         self.outcome, self.scenario, self.on_result = outcome, scenario, on_result
         self.loop = asyncio.get_running_loop()
         self.standing_by: list[Batch] = []
         self.idle = scenario.batching.instances
-        self.replaced = 0
 
     def put(self, batch: Batch) -> None:
         self.standing_by.append(batch)
@@ -319,26 +317,25 @@ class VirtualInstances:
             self.idle -= 1
             batch = self.standing_by.pop(0)
             batch.started = self.loop.time()
-            live = [part for part in batch.parts if not part.done]
-            if not live:
-                self.loop.call_soon(self.finish, BatchResult(batch, [], None, None, batch.started, batch.started))
+            batch.parts = [part for part in batch.parts if not part.done]
+            if not batch.parts:
+                self.loop.call_soon(self.finish, batch)
                 continue
-            images: UInt8Array = np.concatenate([part.images for part in live])
+            images: UInt8Array = np.concatenate([part.images for part in batch.parts])
             number = len(self.outcome.batches)
             self.outcome.batches.append((batch.started, [(int(a), int(b)) for a, b in images[:, 0, 0, :2]]))
-            ends = batch.started + self.scenario.seconds[len(images)]
+            batch.gathered, batch.computed = batch.started, batch.started + self.scenario.seconds[len(images)]
             fate = self.scenario.fate(number)
-            logits: Float32Array | None = images[:, 0, 0, :2].astype(np.float32) if fate == "ok" else None
-            error = {"ok": None, "raise": ValueError("unlucky"), "die": SystemExit("killed")}[fate]
-            result = BatchResult(batch, live, logits, error, batch.started, ends, fate == "die")
-            self.loop.call_later(self.scenario.duration(number, len(images)), self.finish, result)
+            if fate == "ok":
+                batch.logits = images[:, 0, 0, :2].astype(np.float32)
+            batch.error = {"ok": None, "raise": ValueError("unlucky"), "die": SystemExit("killed")}[fate]
+            batch.died = fate == "die"
+            self.loop.call_later(self.scenario.duration(number, len(images)), self.finish, batch)
 
-    def finish(self, result: BatchResult) -> None:
-        result.batch.computed = result.computed
-        self.replaced += result.died
+    def finish(self, batch: Batch) -> None:
         self.idle += 1
         self.start()
-        self.on_result(result)
+        self.on_result(batch)
 
     async def close(self) -> None:
         assert not self.standing_by
@@ -356,7 +353,7 @@ async def simulated(scenario: Scenario) -> tuple[Outcome, dict[str, Any], int]:
     loop, outcome = asyncio.get_running_loop(), Outcome()
     submissions: dict[int, Submission] = {}
 
-    def instances(count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> object:
+    def instances(count: int, max_rows: int, on_result: Callable[[Batch], None]) -> object:
         return VirtualInstances(outcome, scenario, on_result)
 
     with (

@@ -1,8 +1,11 @@
 """The access log: its lines, request ids, rotation, and a disk that hangs."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,53 @@ def test_a_full_disk_is_reported_once_and_what_was_lost_is_counted(
     assert capsys.readouterr().err.count("cannot write the access log") == 1
     (line,) = lines_of(path)
     assert (line["id"], line["lines_dropped"]) == ("b", 50)
+
+
+# The disk has room for two of the first four lines and `cut` bytes; later it has room again.
+NEARLY_FULL = """
+import os, resource, sys
+from server_process import wait_until
+from vitx.serve.observe.access_log import AccessLog
+from vitx.serve.observe.request_record import RequestRecord
+
+def write(*ids):
+    for each in ids:
+        log.write(RequestRecord(each), "GET", "/", 200, 0.001)
+
+target, path, cut, *moved = sys.argv[1:]
+log = AccessLog(target)
+write("1")
+wait_until(lambda: os.path.getsize(path))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 * os.path.getsize(path) + int(cut), resource.RLIM_INFINITY))
+write("2", "3", "4")
+wait_until(lambda: log._failed, 5)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for new in moved:
+    os.rename(path, new)
+    log.reopen()
+write("5")
+log.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="RLIMIT_FSIZE")
+@pytest.mark.parametrize(
+    ("to", "cut"),
+    [("file", -1), ("file", 0), ("file", 9), ("stdout", 9), ("moved", 9)],  # without its newline a line is whole
+)
+def test_a_disk_that_takes_a_part_of_the_lines_breaks_one_at_most(tmp_path: Path, to: str, cut: int) -> None:
+    path, moved = tmp_path / "log", [tmp_path / "old"] if to == "moved" else []
+    target = "-" if to == "stdout" else path
+    command = [sys.executable, "-c", NEARLY_FULL, target, path, str(cut), *moved]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    with path.open("wb") as file:
+        ran = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    assert ran.stderr == f"vitx: cannot write the access log '{target}': File too large; 2 lines are lost\n"
+    lines = [line for each in [*moved, path] for line in each.read_bytes().splitlines()]
+    ids = [json.loads(line)["id"] if line.endswith(b"}") else "broken" for line in lines]
+    assert ids == ["1", "2", *["broken"] * (cut > 0), "5"]
+    assert json.loads(lines[-1])["lines_dropped"] == 2
+    assert path.read_bytes().startswith(b"{")
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -57,9 +57,11 @@ def running_collector() -> Iterator[Collector]:
         collector.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield collector
-        server.shutdown()
-        thread.join()
+        try:
+            yield collector
+        finally:  # a thread that serves a closed socket would take a whole core and keep pytest from ending
+            server.shutdown()
+            thread.join()
 
 
 def attributes(span: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import numpy as np
 
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.instance_threads import BatchResult, InstanceThreads
+from vitx.serve.batching.instance_threads import InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, ignore, priority_level
 from vitx.serve.callbacks import batch_of_replies, settle
@@ -63,7 +63,7 @@ class Batcher:
         batching: Batching | None = None,
         *,
         curve: LatencyCurve | None = None,
-        on_batch: Callable[[BatchTimes], None] | None = None,
+        on_batch: Callable[[BatchTimes], None] = ignore,
         under_load: Infer | None = None,
     ) -> None:
         """`curve`: the model's measured speed, by default empty; it learns from every batch that runs.
@@ -78,9 +78,9 @@ class Batcher:
         self._queue = RequestQueue()
         self._running: list[Batch] = []  # handed to the threads, in this order
         self.running = 0  # rows in them
+        self.replaced_instances = 0  # so many have died
         self._concurrent_rows = 1.0
         self._reply_lag = 0.0
-        self._rows_per_second = 0.0
         self.full_batch = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
         self._enough = self.full_batch  # rows of a batch that is sent at once: full, or so many that one can stand by
         self._timer: asyncio.TimerHandle | None = None
@@ -94,11 +94,6 @@ class Batcher:
     def queued(self) -> int:
         """Rows in the queue."""
         return self._queue.rows
-
-    @property
-    def replaced_instances(self) -> int:
-        """How many instances died and were replaced."""
-        return self._threads.replaced
 
     async def submit(self, images: UInt8Array, *, priority: int = 0, deadline: float | None = None) -> Float32Array:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1.
@@ -133,7 +128,7 @@ class Batcher:
             level = priority_level(priority)
             deadline = self._admit(len(images), level, deadline, now)
         except RequestError:
-            self.statistics.add_failure(time.monotonic() - now)
+            self.statistics.add_request(time.monotonic() - now, failed=True)
             raise
         rows, step = len(images), self._share(len(images)) if not self._queue.rows else self.full_batch
         pieces = [images[start : start + step] for start in range(0, rows, step)]
@@ -217,8 +212,6 @@ class Batcher:
     def drop(self, parts: Sequence[RequestPart]) -> None:
         """Remove the parts of a request that was cancelled, or of which another part failed."""
         for part in parts:
-            if part.timer is not None:
-                part.timer.cancel()
             if part.batch is None:
                 self._queue.remove(part)
             part.release()
@@ -228,12 +221,10 @@ class Batcher:
     def _send_due_batches(self, *, timer_fired: bool = False) -> None:
         """Send every batch that is due; set the timer for a partial batch that may still wait."""
         while self._queue.rows and len(self._running) < 2 * self.batching.instances:
-            idle = len(self._running) < self.batching.instances
             if self._queue.rows < self._enough:
-                now = time.monotonic()
-                if not idle:
+                if len(self._running) >= self.batching.instances:  # none is idle
                     return
-                if not timer_fired and not self._worth_sending() and (left := self._latest_start() - now) > 0:
+                if not timer_fired and not self._worth_sending() and (left := self._may_wait()) > 0:
                     self._set_timer(left)
                     return
             self._send_batch()
@@ -244,13 +235,12 @@ class Batcher:
         share = math.ceil(self._concurrent_rows / self.batching.instances)
         return self._closed or self._queue.rows >= min(share, round(self._concurrent_rows) - self.running)
 
-    def _latest_start(self) -> float:
-        """Until when (time.monotonic()) a partial batch may wait for more requests while an instance is idle."""
+    def _may_wait(self) -> float:
+        """Seconds that a partial batch may wait from now on for more requests while an instance is idle."""
         start = self._queue.oldest_arrival() + self.batching.max_delay
-        deadline = self._queue.earliest_deadline()
-        if deadline is None:
-            return start
-        return min(start, deadline - self.curve.at_most(self._queue.rows + 1) - self._reply_lag - _WAKE_UP_SECONDS)
+        if (deadline := self._queue.earliest_deadline()) is not None:
+            start = min(start, deadline - self.curve.at_most(self._queue.rows + 1) - self._reply_lag - _WAKE_UP_SECONDS)
+        return start - time.monotonic()
 
     def _share(self, rows: int) -> int:
         """Rows of one batch when `rows` are queued: a full batch, or an equal share for each idle instance."""
@@ -268,8 +258,7 @@ class Batcher:
 
     def _on_timer(self) -> None:
         self._timer = None
-        too_early = self._queue.rows and self._latest_start() > time.monotonic() + _TIMER_GRAIN
-        self._send_due_batches(timer_fired=not too_early)
+        self._send_due_batches(timer_fired=not self._queue.rows or self._may_wait() <= _TIMER_GRAIN)
 
     def _send_batch(self) -> None:
         """Hand the next batch to the threads: a full one, or a smaller one where a deadline needs it."""
@@ -305,32 +294,29 @@ class Batcher:
             size //= 2
         return size if self.curve.at_most(size) <= left else whole
 
-    def _finish(self, result: BatchResult) -> None:
-        """Take a result on the event loop: first send the next batch, then answer the requests of this one."""
-        self._running.remove(result.batch)
-        self.running -= result.batch.rows
-        if result.died:
-            _log.error("an instance ended with %r and was replaced", result.error)
-            self._retry(result)
-        elif result.logits is not None:
-            self._learn(len(result.logits), result.computed - result.gathered)
+    def _finish(self, batch: Batch) -> None:
+        """Take a batch that has run: first send the next one, then answer the requests of this one."""
+        self._running.remove(batch)
+        self.running -= batch.rows
+        if batch.died:
+            self.replaced_instances += 1
+            _log.error("an instance ended with %r and was replaced", batch.error)
+            self._retry(batch)
+        elif batch.logits is not None:
+            self.curve.observe(len(batch.logits), batch.computed - batch.gathered)
         self._send_due_batches()
-        self._answer(result)
-        result.batch.parts.clear()  # breaks the reference cycle: each part refers to its batch
+        if not batch.died:
+            self._answer(batch)
+        batch.parts.clear()  # breaks the reference cycle: each part refers to its batch
         self._note_drained()
 
-    def _learn(self, rows: int, seconds: float) -> None:
-        self.curve.observe(rows, seconds)
-        rate = rows / max(seconds, 1e-6) * self.batching.instances
-        self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate
-
-    def _retry(self, result: BatchResult) -> None:
+    def _retry(self, batch: Batch) -> None:
         """Put the parts of a dead instance back at the front.
 
         A part fails when a second instance dies of it, or when it can no longer be computed in time.
         """
         now, failed = time.monotonic(), []
-        for part in reversed(result.live):
+        for part in reversed(batch.parts):
             if part.done:
                 continue
             if part.retried or (
@@ -343,45 +329,41 @@ class Batcher:
                 self._refuse_later(part, part.rows)
         for part in failed:  # only now, because this sends batches: the parts above must all be in the queue
             if not part.done:
-                part.settle(error=InferenceFailed(f"inference failed: the instance ended: {result.error!r}"))
+                part.settle(error=InferenceFailed(f"inference failed: the instance ended: {batch.error!r}"))
 
-    def _answer(self, result: BatchResult) -> None:
-        if result.died:
-            return
+    def _answer(self, batch: Batch) -> None:
         start = 0
-        with batch_of_replies() if len(result.live) > 1 else nullcontext():
-            for part in result.live:
+        with batch_of_replies() if len(batch.parts) > 1 else nullcontext():
+            for part in batch.parts:
                 stop = start + part.rows
-                if part.timer is not None:
-                    part.timer.cancel()
                 if part.done:
                     pass  # cancelled while it ran
-                elif result.logits is None:
-                    part.settle(error=InferenceFailed(f"inference failed: {result.error}"))
+                elif batch.logits is None:
+                    part.settle(error=InferenceFailed(f"inference failed: {batch.error}"))
                 else:
-                    part.settle(result.logits[start:stop])
+                    part.settle(batch.logits[start:stop])
                 start = stop
-        if result.logits is not None:
-            self._measure(result, len(result.logits))
+        if batch.logits is not None:
+            self._measure(batch, len(batch.logits))
 
-    def _measure(self, result: BatchResult, rows: int) -> None:
-        now, started = time.monotonic(), result.batch.started or result.gathered
-        self._reply_lag += _LAG_RATE * (now - result.computed - self._reply_lag)
+    def _measure(self, batch: Batch, rows: int) -> None:
+        now, started = time.monotonic(), batch.started
+        assert started is not None
+        self._reply_lag += _LAG_RATE * (now - batch.computed - self._reply_lag)
         times = BatchTimes(
             rows=rows,
-            gather=result.gathered - started,
-            compute=result.computed - result.gathered,
-            output=now - result.computed,
+            gather=batch.gathered - started,
+            compute=batch.computed - batch.gathered,
+            output=now - batch.computed,
             # Not a tuple: Python keeps 2,000 of each length that a generator makes.
-            queue=[started - part.arrived for part in result.live],
+            queue=[started - part.arrived for part in batch.parts],
         )
         self.statistics.add_batch(times)
-        if self._on_batch is not None:
-            self._on_batch(times)
+        self._on_batch(times)
 
     def _retry_after(self) -> int:
-        """Whole seconds until the present queue is served, at the recent rate."""
-        return max(1, math.ceil(self._queue.rows / self._rows_per_second)) if self._rows_per_second else 1
+        """Whole seconds until an instance is free for a batch behind the present queue."""
+        return max(1, math.ceil(self._wait_seconds(math.ceil(self._queue.rows / self.full_batch), time.monotonic())))
 
     def _note_drained(self) -> None:
         if self._closed and not self._queue.rows and not self._running:
@@ -404,14 +386,14 @@ class Submission:
             self.cancel()
             on_logits(part.error)
         elif (logits := self._joined_logits()) is not None:
-            self._batcher.statistics.add_success(time.monotonic() - self._arrived)
+            self._batcher.statistics.add_request(time.monotonic() - self._arrived)
             on_logits, self._on_logits = self._on_logits, ignore
             on_logits(logits)
 
     def cancel(self) -> None:
         """Remove rows from the queue that do not run yet; the callback is not called."""
         self._on_logits = ignore
-        self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
+        self._batcher.statistics.add_request(time.monotonic() - self._arrived, failed=True)
         self._batcher.drop(self.parts)
 
     def _joined_logits(self) -> Float32Array | None:
@@ -427,7 +409,7 @@ def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:
     record.images, started, computed = 0, math.inf, 0.0
     for part in parts:
         record.images += part.rows
-        if (batch := part.batch) is not None and batch.started is not None and batch.computed is not None:
+        if (batch := part.batch) is not None and batch.started is not None:
             started, computed = min(started, batch.started), max(computed, batch.computed)
-    record.queue_entered = arrived = parts[0].arrived
-    record.queue, record.compute = started - arrived, computed - started
+    record.phases["queue"] = parts[0].arrived, started
+    record.phases["compute"] = started, computed

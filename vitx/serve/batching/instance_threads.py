@@ -4,39 +4,20 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
 
 import numpy as np
 
 from vitx.core.preprocess import UInt8Array
-from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.request_queue import Batch, RequestPart
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """The logits of a batch, or the error it raised.
-
-    live: its parts that were not cancelled before it ran. gathered: time.monotonic() when their images were in one
-    array; computed: when the model had returned. died: the error ended the thread.
-    """
-
-    batch: Batch
-    live: list[RequestPart]
-    logits: Float32Array | None
-    error: BaseException | None
-    gathered: float
-    computed: float
-    died: bool = False
+from vitx.serve.batching.request_queue import Batch
 
 
 class InstanceThreads:
     """`count` threads over one queue. A thread that dies of a BaseException, such as SystemExit, is replaced."""
 
-    def __init__(self, count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> None:
-        """`on_result` is called on the running event loop."""
+    def __init__(self, count: int, max_rows: int, on_result: Callable[[Batch], None]) -> None:
+        """`on_result` is called with a batch that has run, on the running event loop."""
         self._max_rows = max_rows
         self._on_result = on_result
         self._loop = asyncio.get_running_loop()
@@ -44,7 +25,6 @@ class InstanceThreads:
         self.put = self._batches.put
         self._started = 0
         self._threads = [self._start() for _ in range(count)]
-        self.replaced = 0
 
     async def close(self) -> None:
         """Run every queued batch, then end the threads."""
@@ -60,7 +40,6 @@ class InstanceThreads:
         return thread
 
     def _replace(self, dead: threading.Thread) -> None:
-        self.replaced += 1
         self._threads[self._threads.index(dead)] = self._start()
 
     def _work(self) -> None:
@@ -68,36 +47,29 @@ class InstanceThreads:
         buffer = cache(lambda shape: np.empty((self._max_rows, *shape), np.uint8))
         try:
             while (batch := self._batches.get()) is not None:
-                result = self._run(batch, buffer)
-                if result.died:
+                self._run(batch, buffer)
+                if batch.died:
                     self._loop.call_soon_threadsafe(self._replace, threading.current_thread())
-                self._loop.call_soon_threadsafe(self._on_result, result)
-                if result.died:
+                self._loop.call_soon_threadsafe(self._on_result, batch)
+                if batch.died:
                     return
         except RuntimeError:  # a second signal closed the event loop
             return
 
-    def _run(self, batch: Batch, buffer: Callable[[tuple[int, ...]], UInt8Array]) -> BatchResult:
-        batch.started = gathered = time.monotonic()
-        live = [part for part in batch.parts if not part.done]
-        logits: Float32Array | None = None
-        error: BaseException | None = None
+    def _run(self, batch: Batch, buffer: Callable[[tuple[int, ...]], UInt8Array]) -> None:
+        batch.started = time.monotonic()
+        batch.parts = parts = [part for part in batch.parts if not part.done]
         try:
-            if live:
-                images = live[0].images
-                if len(live) > 1:
-                    rows = buffer(images.shape[1:])[: sum(part.rows for part in live)]
-                    images = np.concatenate([part.images for part in live], out=rows)
-                gathered = time.monotonic()
-                logits = _checked(batch.infer(images), len(images))
+            if parts:
+                images = parts[0].images
+                if len(parts) > 1:
+                    rows = buffer(images.shape[1:])[: sum(part.rows for part in parts)]
+                    images = np.concatenate([part.images for part in parts], out=rows)
+                batch.gathered = time.monotonic()
+                logits = batch.infer(images)
+                if logits.ndim != 2 or len(logits) != len(images):
+                    raise ValueError(f"the model returned {logits.shape} for {len(images)} images")
+                batch.logits = logits
         except BaseException as failure:  # noqa: BLE001 - the edge of one batch; its thread may die of it
-            error = failure
-        died = error is not None and not isinstance(error, Exception)
+            batch.error, batch.died = failure, not isinstance(failure, Exception)
         batch.computed = time.monotonic()
-        return BatchResult(batch, live, logits, error, gathered, batch.computed, died)
-
-
-def _checked(logits: Float32Array, rows: int) -> Float32Array:
-    if logits.ndim != 2 or len(logits) != rows:
-        raise ValueError(f"the model returned {logits.shape} for {rows} images")
-    return logits

@@ -44,9 +44,6 @@ class LatencyCurve:
         self._seconds = [seconds for _, seconds in points]
         self._deviation = 0.0  # mean of |measured / expected − 1|
 
-    def __bool__(self) -> bool:
-        return bool(self._rows)
-
     def seconds(self, rows: int) -> float:
         """Expected seconds of a batch of `rows` images; 0 before anything was measured."""
         return _between(self._rows, self._seconds, rows) if self._rows else 0.0

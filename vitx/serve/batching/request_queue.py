@@ -8,7 +8,8 @@ others of its level waits at most `PATIENCE` seconds and 2(k + 1) batches.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from vitx.core.preprocess import UInt8Array
@@ -24,9 +25,8 @@ PATIENCE = 1.0
 def priority_level(priority: int) -> int:
     """The level (1 to 3) of Triton's `priority`, where 0 is the default; raise RequestError for an unknown priority."""
     if not 0 <= priority <= PRIORITY_LEVELS:
-        raise RequestError(
-            f"priority is {str(priority)[:20]}: expected 0 (the default) or 1 (the highest) to {PRIORITY_LEVELS}"
-        )
+        known = f"0 (the default) or 1 (the highest) to {PRIORITY_LEVELS}"
+        raise RequestError(f"priority is {str(priority)[:20]}: expected {known}")
     return priority or DEFAULT_PRIORITY
 
 
@@ -62,6 +62,8 @@ class RequestPart:
 
     def release(self) -> None:
         self.done, self.on_done = True, ignore
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 def ignore(result: object) -> None:
@@ -70,13 +72,21 @@ def ignore(result: object) -> None:
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Parts that were handed to an instance; it sets `started` and `computed` (time.monotonic() seconds)."""
+    """Parts that were handed to an instance. It takes out those that are done, and sets the fields below `infer`.
+
+    Moments are seconds of time.monotonic(). gathered: when the images were in one array; computed: when the model had
+    returned. died: the error ended the thread.
+    """
 
     parts: list[RequestPart]
-    rows: int
+    rows: int  # that were handed over
     infer: Infer
     started: float | None = None
-    computed: float | None = None
+    gathered: float = 0.0
+    computed: float = 0.0
+    logits: Float32Array | None = None
+    error: BaseException | None = None
+    died: bool = False
 
 
 class RequestQueue:
@@ -89,33 +99,28 @@ class RequestQueue:
         self._with_deadline = 0
         self._oldest_first = False  # whether the last batch started with the oldest request
 
-    def __iter__(self) -> Iterator[RequestPart]:
-        return (part for level in self._levels for part in level)
-
     def push(self, part: RequestPart, *, first: bool = False) -> None:
         level = self._levels[part.level - 1]
         (level.appendleft if first else level.append)(part)
         self._count(part, 1)
 
-    def remove(self, part: RequestPart) -> bool:
-        """Remove a part; return False if it is not in the queue."""
-        try:
+    def remove(self, part: RequestPart) -> None:
+        """Remove a part if it is in the queue."""
+        with suppress(ValueError):
             self._levels[part.level - 1].remove(part)
-        except ValueError:
-            return False
-        self._count(part, -1)
-        return True
+            self._count(part, -1)
 
     def take(self, size: int, now: float) -> list[RequestPart]:
         """Remove and return the next parts, at most `size` rows in all; the first one whatever its size."""
         first = self._starving_level(now) or self._next_level()
         assert first is not None, "the queue is empty"
-        parts = [self._pop(first)]
+        parts = [first.popleft()]
         left = size - parts[0].rows
         while (level := self._next_level()) and level[0].rows <= left:
-            part = self._pop(level)
-            left -= part.rows
-            parts.append(part)
+            parts.append(level.popleft())
+            left -= parts[-1].rows
+        for part in parts:
+            self._count(part, -1)
         return parts
 
     def rows_before(self, level: int) -> int:
@@ -129,13 +134,10 @@ class RequestQueue:
         """The earliest deadline in the queue, if any request has one."""
         if not self._with_deadline:
             return None
-        return min(part.deadline for part in self if part.deadline is not None)
+        return min(part.deadline for level in self._levels for part in level if part.deadline is not None)
 
     def _next_level(self) -> deque[RequestPart] | None:
-        for level in self._levels:
-            if level:
-                return level
-        return None
+        return next(filter(None, self._levels), None)
 
     def _starving_level(self, now: float) -> deque[RequestPart] | None:
         """The level with the oldest request if that has waited too long; None for every second batch."""
@@ -145,11 +147,6 @@ class RequestQueue:
         oldest = min((level for level in self._levels if level), key=lambda level: level[0].arrived)
         self._oldest_first = oldest[0].arrived + PATIENCE < now
         return oldest if self._oldest_first else None
-
-    def _pop(self, level: deque[RequestPart]) -> RequestPart:
-        part = level.popleft()
-        self._count(part, -1)
-        return part
 
     def _count(self, part: RequestPart, sign: int) -> None:
         rows = sign * part.rows

@@ -159,10 +159,10 @@ class Classifier:
         """Return for each image its row (see `Contract`), or what is wrong with it."""
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
-        record.decode_started, client = time.monotonic(), record.client or ""
+        started, client = time.monotonic(), record.client or ""
         decoding = self._core.decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
         decoded = iter(await decoding)
-        record.decode = time.monotonic() - record.decode_started
+        record.phases["decode"] = started, time.monotonic()
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
         for image in pixels:
             if isinstance(image, Exception) and not isinstance(image, ImageError | RequestError):

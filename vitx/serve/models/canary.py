@@ -12,7 +12,7 @@ from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
-from vitx.runtimes.session import Float32Array, Session, SessionClosed, image_shape
+from vitx.runtimes.session import Session, SessionClosed, image_shape
 from vitx.serve.observe.metrics import Metrics
 
 IMAGES = 4
@@ -51,11 +51,10 @@ class Canary:
             self._allowed = share * float(self._logits.std())
         alone = session.infer(self._images[:1])
         # Either of the two may be off by what is allowed.
-        if (moved := _largest(alone - self._logits[:1])) > 2 * self._allowed:
-            raise CheckFailed(
-                f"the canary image of {bundle.path} has logits that move by {moved:.3g} with its neighbours in the "
-                f"batch: at most {2 * self._allowed:.3g} is allowed"
-            )
+        if (moved := float(np.abs(alone - self._logits[:1]).max())) > 2 * self._allowed:
+            found = f"logits that move by {moved:.3g} with its neighbours in the batch"
+            allowed = f"at most {2 * self._allowed:.3g} is allowed"
+            raise CheckFailed(f"the canary image of {bundle.path} has {found}: {allowed}")
         if (several := session.under_load) is not session and (fault := self._fault_of(several)) is not None:
             raise CheckFailed(f"{bundle.path}: {fault}")
 
@@ -73,7 +72,7 @@ class Canary:
             return f"the canary batch failed: {error}"
         if provider != self._provider:
             return f"the provider is {provider} and was {self._provider}"
-        drift = _largest(logits - self._logits)
+        drift = float(np.abs(logits - self._logits).max())
         if not drift <= self._allowed:
             return f"logits of the canary batch moved by {drift:.3g}: at most {self._allowed:.3g} is allowed"
         return None
@@ -90,7 +89,3 @@ async def replay_once(models: Iterable[Any], metrics: Metrics) -> None:
             if model.cache is not None:
                 await model.cache.forget()  # before the fault was noticed answers may have been wrong
         model.fault = fault
-
-
-def _largest(difference: Float32Array) -> float:
-    return float(np.abs(difference).max())

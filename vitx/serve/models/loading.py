@@ -218,10 +218,8 @@ def load_warm(
             for width, (name, values) in zip(contract.widths().values(), found.items(), strict=True):
                 if values.shape != (rows, width):
                     what = "" if name == LOGITS else f" as {name}"
-                    raise InputError(
-                        f"{bundle.path} returns {values.shape}{what} for {rows} images: its manifest says "
-                        f"({rows}, {width})"
-                    )
+                    text = f"{bundle.path} returns {values.shape}{what} for {rows} images"
+                    raise InputError(f"{text}: its manifest says ({rows}, {width})")
         opened.pop_all()
     return session
 

@@ -215,10 +215,8 @@ def check_contract(old: Bundle, new: Bundle) -> None:
     was, now = Contract.of(old.manifest), Contract.of(new.manifest)
     for what, before, after in (("tensors", was, now), ("labels", old.manifest.labels, new.manifest.labels)):
         if before != after:
-            raise CheckFailed(
-                f"the {what} of {new.path} are not those of the model that runs: unload that one first, or give this "
-                "one another name"
-            )
+            text = f"the {what} of {new.path} are not those of the model that runs"
+            raise CheckFailed(f"{text}: unload that one first, or give this one another name")
 
 
 def _unknown(name: str) -> RequestError:

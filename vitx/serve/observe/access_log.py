@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from datetime import UTC, datetime
+from errno import EAGAIN
 from functools import lru_cache
+from io import FileIO
 from json.encoder import encode_basestring_ascii as _quoted  # a fourth of the time of json.dumps of the whole line
 from pathlib import Path
-from typing import BinaryIO
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
@@ -43,6 +44,7 @@ class AccessLog:
             raise InputError(f"cannot write the access log '{target}': {error.strerror}") from None
         self._lines: deque[str | None] = deque()  # None: open the file again
         self._dropped = self._failed = self._told = 0  # lines: not taken, not written, and how many of both a line says
+        self._broken = False  # the file ends within a line: it took only a part of a write, and then no more
         self._report_due = 0.0  # time.monotonic()
         self._work_to_do = threading.Event()
         self._closing = False
@@ -58,10 +60,8 @@ class AccessLog:
         line = f'{{"time": "{_second(now // 1000)}.{now % 1000:03d}+00:00", "id": {_quoted(record.id)}'
         line += f', "method": {_quoted(method)}, "path": {_quoted(path[:_PATH_LENGTH])}, "status": {status}'
         line += f', "total_ms": {1e3 * seconds:.3f}'
-        if record.decode is not None:
-            line += f', "decode_ms": {1e3 * record.decode:.3f}'
-        if record.queue is not None and record.compute is not None:
-            line += f', "queue_ms": {1e3 * record.queue:.3f}, "compute_ms": {1e3 * record.compute:.3f}'
+        for name, (started, ended) in record.phases.items():
+            line += f', "{name}_ms": {1e3 * (ended - started):.3f}'
         if record.client is not None:
             line += f', "client": {_quoted(record.client)}'
         if record.sent is not None:
@@ -83,9 +83,11 @@ class AccessLog:
         self._work_to_do.set()
         self._thread.join(_CLOSE_SECONDS)
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> FileIO:
         """Unbuffered: one write is one system call, so the lines of several workers do not mix."""
-        return sys.stdout.buffer if self._target == "-" else Path(self._target).open("ab", buffering=0)
+        if self._target == "-":
+            return open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
+        return Path(self._target).open("ab", buffering=0)
 
     def _work(self) -> None:
         while not self._closing or self._lines:
@@ -94,8 +96,7 @@ class AccessLog:
                 time.sleep(_GATHER_SECONDS)
             self._work_to_do.clear()
             self._write_queued()
-        if self._target != "-":
-            self._file.close()
+        self._file.close()
 
     def _write_queued(self) -> None:
         lines: list[str] = []
@@ -113,15 +114,21 @@ class AccessLog:
         lost = self._dropped + self._failed - self._told
         if lost:
             lines[0] += f', "lines_dropped": {lost}'
+        self._told += lost
+        rest = b"\n" * self._broken + "}\n".join([*lines, ""]).encode()
         try:
-            self._file.write("}\n".join([*lines, ""]).encode())
-            self._file.flush()
-            self._told += lost
+            while rest:
+                if not (count := self._file.write(rest)):
+                    raise BlockingIOError(EAGAIN, "write could not complete without blocking")
+                self._broken, rest = not rest[:count].endswith(b"\n"), rest[count:]
         except OSError as error:
-            self._failed += len(lines)
+            failed = rest.count(b"}\n")
+            self._failed += failed
+            if failed == len(lines):  # the first one, which tells of those lost before, too
+                self._told -= lost
             if time.monotonic() >= self._report_due:
                 self._report_due = time.monotonic() + _REPEAT_SECONDS
-                reason = f"{error.strerror}; {lost + len(lines)} lines are lost"
+                reason = f"{error.strerror}; {lost + failed} lines are lost"
                 log(f"vitx: cannot write the access log '{self._target}': {reason}")
 
     def _reopen(self) -> None:
@@ -133,7 +140,7 @@ class AccessLog:
             log(f"vitx: the access log stays in the old file: cannot open '{self._target}': {error.strerror}")
             return
         self._file.close()
-        self._file = fresh
+        self._file, self._broken = fresh, False
 
 
 def request_id(given: str | None) -> str:

@@ -45,13 +45,9 @@ class ModelStatistics:
         self._images = 0
         self._last_inference = 0.0
 
-    def add_success(self, seconds: float) -> None:
-        """Count a request that was answered `seconds` after its arrival."""
-        self._times.add("success", seconds)
-
-    def add_failure(self, seconds: float) -> None:
-        """Count a request that was refused, failed or was cancelled."""
-        self._times.add("fail", seconds)
+    def add_request(self, seconds: float, *, failed: bool = False) -> None:
+        """Count a request that was answered `seconds` after its arrival; failed: refused, or cancelled, too."""
+        self._times.add("fail" if failed else "success", seconds)
 
     def add_lookup(self, seconds: float, *, found: bool) -> None:
         """Count a search of the response cache; what is found answers a request, which as in Triton did not queue."""

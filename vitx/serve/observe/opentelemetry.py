@@ -38,9 +38,8 @@ class Tracing:
         self._context = TraceContextTextMapPropagator()
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None:
-        """Make the spans of a request that ends now and took `seconds`."""
-        now = time.monotonic()
-        epoch = time.time_ns() - round(1e9 * now)  # Unix time in ns when the monotonic clock was 0
+        """Make the spans of a request that has ended after `seconds`."""
+        epoch = time.time_ns() - round(1e9 * time.monotonic())  # Unix time in ns when the monotonic clock was 0
 
         def at(moment: float) -> int:
             return epoch + round(1e9 * moment)
@@ -51,7 +50,7 @@ class Tracing:
             f"{method} {path}" if record.model is not None else method,
             self._context.extract({name: value for name, value in given.items() if value}),
             SpanKind.SERVER,
-            start_time=at(now - seconds),
+            start_time=at(record.started),
         )
         if span.is_recording():
             if method == "gRPC":
@@ -64,9 +63,9 @@ class Tracing:
             if status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
             inside = set_span_in_context(span)
-            for name, started, ended in record.phases():
+            for name, (started, ended) in record.phases.items():
                 self._tracer.start_span(name, inside, start_time=at(started)).end(at(ended))
-        span.end(at(now))
+        span.end(at(record.started + seconds))
 
     def close(self) -> None:
         """Send the queued spans."""

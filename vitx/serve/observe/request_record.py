@@ -8,7 +8,11 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, made when it arrives. Durations in seconds, moments as time.monotonic(); None: it did not happen."""
+    """One request, made when it arrives. Moments are seconds of time.monotonic().
+
+    phases: start and end of "decode" (all its images), "queue" (until its first batch started) and "compute" (until its
+    last batch was computed), of those that happened.
+    """
 
     id: str
     traceparent: str | None = None  # the client's, see W3C Trace Context
@@ -17,22 +21,8 @@ class RequestRecord:
     sent: int | None = None  # bytes of the reply's body
     model: str | None = None
     images: int = 0
-    decode_started: float | None = None
-    decode: float | None = None  # of all its images
-    queue_entered: float | None = None
-    queue: float | None = None  # until its first batch started
-    compute: float | None = None  # from then until its last batch was computed
+    phases: dict[str, tuple[float, float]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
-
-    def phases(self) -> list[tuple[str, float, float]]:
-        """(name, start, end) of the phases that happened."""
-        found = []
-        if self.decode_started is not None and self.decode is not None:
-            found.append(("decode", self.decode_started, self.decode_started + self.decode))
-        if self.queue_entered is not None and self.queue is not None and self.compute is not None:
-            left = self.queue_entered + self.queue
-            found += [("queue", self.queue_entered, left), ("compute", left, left + self.compute)]
-        return found
 
 
 class RequestObserver(Protocol):

@@ -95,14 +95,12 @@ class ServerClient:
             raise self._not_vitx(f"what it sent is no HTTP, or breaks off ({error!r:.80})") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise EnvironmentMissing(
-                f"nothing answers at {self.url} ({reason}): start `vitx serve BUNDLE`, or give the address it printed"
-            ) from None
+            remedy = "start `vitx serve BUNDLE`, or give the address it printed"
+            raise EnvironmentMissing(f"nothing answers at {self.url} ({reason}): {remedy}") from None
 
     def _not_vitx(self, found: str) -> EnvironmentMissing:
-        return EnvironmentMissing(
-            f"what answers at {self.url} is not `vitx serve`: {found}; give the address that `vitx serve` printed"
-        )
+        text = f"what answers at {self.url} is not `vitx serve`: {found}"
+        return EnvironmentMissing(f"{text}; give the address that `vitx serve` printed")
 
 
 def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:

@@ -7,8 +7,11 @@ import sys
 from vitx.core.errors import EnvironmentMissing, InputError
 
 
-def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Return a listening socket; raise InputError for an unknown host, EnvironmentMissing if it cannot listen there."""
+def claim_port(host: str, port: int, option: str = "--port", *, shared: bool = False) -> socket.socket:
+    """Return a listening socket; raise InputError for an unknown host, EnvironmentMissing if it cannot listen there.
+
+    shared: it does not listen, and lets others of this user do it with SO_REUSEPORT.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -16,15 +19,15 @@ def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         if sys.platform != "win32":  # there it would let two servers share the port
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        if not shared:
+            listener.listen(2048)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise EnvironmentMissing(
-                f"port {port} on {host} is in use: stop what listens there, or choose another with {option} (0: any)"
-            ) from None
+            remedy = f"stop what listens there, or choose another with {option} (0: any)"
+            raise EnvironmentMissing(f"port {port} on {host} is in use: {remedy}") from None
         raise EnvironmentMissing(f"cannot listen on {host} port {port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
@@ -37,15 +40,8 @@ def hold_shared_port(host: str, port: int) -> socket.socket:
     SO_REUSEPORT and take connections. Raises what `claim_port` raises.
     """
     with claim_port(host, port, "--grpc-port") as first:  # fails if the port is in use, with SO_REUSEPORT or without
-        address, family = first.getsockname(), first.family
-    holder = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(address)
-    except OSError as error:
-        holder.close()
-        raise EnvironmentMissing(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return holder
+        port = first.getsockname()[1]
+    return claim_port(host, port, "--grpc-port", shared=True)
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
