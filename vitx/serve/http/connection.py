@@ -25,7 +25,7 @@ from vitx.serve.limits import Limits, MemoryBudget
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
 _RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
-_PIECE_BYTES = 16 * 2**10  # parsed at once at most
+_LEAST_BYTES, _PIECE_BYTES = 128, 16 * 2**10  # parsed at once
 END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -161,10 +161,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._wait_with(data[place:])
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Where the head or body ends, or earlier; one in chunks at an empty line: at most one request more begins."""
+        """Where the head or body ends, or near it; one in chunks at an empty line: so few requests more begin."""
         end = start + _PIECE_BYTES
         if self._in_head or self._length is None:
-            found = data.find(END_OF_HEAD, start, end)
+            found = data.find(END_OF_HEAD, start + _LEAST_BYTES, end)
             return end if found < 0 else found + len(END_OF_HEAD)
         return min(end, start + max(1, self._length - self._received))
 
