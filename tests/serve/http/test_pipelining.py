@@ -1,4 +1,4 @@
-"""Requests that come before the replies to those ahead of them: in order, and bounded however many they are."""
+"""Requests behind requests: in order, bounded however many they are, and each with its own body."""
 
 import asyncio
 import socket
@@ -114,6 +114,28 @@ def test_empty_lines_are_not_parsed_one_by_one(sent: bytes, monkeypatch: pytest.
         assert len(pieces) <= 2**18 / 128
         protocol.connection_lost(None)
         await settled()
+
+    run(test)
+
+
+H2C = (b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA", b"upgrade: h2c")
+
+
+@pytest.mark.parametrize(
+    "sent", [request(b"one", *H2C), CHUNKED.replace(b"Host", b"\r\n".join((*H2C, b"Host"))) % b"four"]
+)
+@pytest.mark.parametrize("pieces", [1, 2, 4, 1000])
+def test_a_request_that_asks_for_http_2_keeps_its_body(sent: bytes, pieces: int) -> None:
+    """So do Java's HttpClient and `curl --http2`: the body was left out, or taken for another request."""
+
+    async def test() -> None:
+        server = Server()
+        sent_twice = sent + request(b"upgrade: h2c\r\n\r\n\r\nupgrade: h2c")
+        size = -(-len(sent_twice) // pieces)
+        written = await server.ask(sent_twice[start : start + size] for start in range(0, len(sent_twice), size))
+        first = b"one" if sent.endswith(b"one") else b"four"
+        assert bodies_of(written) == server.app.parsed == [first, b"upgrade: h2c\r\n\r\n\r\nupgrade: h2c"]
+        assert server.refused == []
 
     run(test)
 

@@ -10,6 +10,7 @@ Bodies of more than `UNCOUNTED_BYTES` are counted in a budget of all connections
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,10 @@ _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a 
 _RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
 _LEAST_BYTES, _PIECE_BYTES = 128, 16 * 2**10  # parsed at once
 END_OF_HEAD = b"\r\n\r\n"
+# Java's HttpClient and curl's --http2 ask for HTTP/2 first. None is offered; the parser would leave out the body.
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+# At the end of what came, what may become such a line, or the end of the head.
+_BEGINS = re.compile(rb"(?:\r(?:\n(?:\r|u(?:p(?:g(?:r(?:a(?:de?)?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
 
 
 class _Flow(FlowControl):
@@ -61,6 +66,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._begun = False  # whether the parser has seen a part of the head
         self._refused = False  # what is behind the requests that get their replies: it is dropped
         self._unparsed = b""  # behind a request that waits for another's reply
+        self._tail = b""  # of the head so far, see `_BEGINS`
         self._received = 0  # bytes of the head, then of the body
         self._length: int | None = None  # of the body, if it says so
         self._since = 0.0  # when the timer was set, time.monotonic()
@@ -186,6 +192,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         if self._in_head:
             self._received += len(data)
+            head, end, rest = (self._tail + data).partition(END_OF_HEAD)
+            self._tail = b"" if end else _BEGINS.findall(head[-9:])[0]
+            data = _UPGRADE.sub(b"\r\nignored:", head.removesuffix(self._tail)) + end + rest
         super().data_received(data)
         if self._in_head:
             if self._received > self.limits.header_bytes:
@@ -205,7 +214,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start the application, or queue it behind earlier requests. WebSocket upgrades are not offered."""
+        """Start the application, or queue it behind earlier requests."""
         self._stop_timer()
         scope: Any = self.scope  # its type does not allow our key
         scope[CONNECTION] = self
