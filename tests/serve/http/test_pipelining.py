@@ -140,6 +140,16 @@ def test_a_request_that_asks_for_http_2_keeps_its_body(sent: bytes, pieces: int)
     run(test)
 
 
+def test_connect_offers_no_other_protocol() -> None:
+    async def test() -> None:
+        server = Server()
+        written = await server.ask([b"CONNECT / HTTP/1.1\r\nHost: here\r\nUpgrade: h2c\r\n\r\n" + request(b"two")])
+        assert (server.app.parsed, server.refused) == ([b""], ["bad_request"])
+        assert written.endswith(b"connection: close\r\n\r\n")
+
+    run(test)
+
+
 @pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
 def test_a_head_that_is_too_large_behind_a_request_is_refused_once_and_not_kept(end: bytes) -> None:
     async def test() -> None:

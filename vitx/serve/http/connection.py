@@ -10,12 +10,12 @@ Bodies of more than `UNCOUNTED_BYTES` are counted in a budget of all connections
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -28,10 +28,6 @@ _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a 
 _RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
 _LEAST_BYTES, _PIECE_BYTES = 128, 16 * 2**10  # parsed at once
 END_OF_HEAD = b"\r\n\r\n"
-# Java's HttpClient and curl's --http2 ask for HTTP/2 first. None is offered; the parser would leave out the body.
-_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-# At the end of what came, what may become such a line, or the end of the head.
-_BEGINS = re.compile(rb"(?:\r(?:\n(?:\r|u(?:p(?:g(?:r(?:a(?:de?)?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
 
 
 class _Flow(FlowControl):
@@ -66,7 +62,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._begun = False  # whether the parser has seen a part of the head
         self._refused = False  # what is behind the requests that get their replies: it is dropped
         self._unparsed = b""  # behind a request that waits for another's reply
-        self._tail = b""  # of the head so far, see `_BEGINS`
         self._received = 0  # bytes of the head, then of the body
         self._length: int | None = None  # of the body, if it says so
         self._since = 0.0  # when the timer was set, time.monotonic()
@@ -192,10 +187,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         if self._in_head:
             self._received += len(data)
-            head, end, rest = (self._tail + data).partition(END_OF_HEAD)
-            self._tail = b"" if end else _BEGINS.findall(head[-9:])[0]
-            data = _UPGRADE.sub(b"\r\nignored:", head.removesuffix(self._tail)) + end + rest
-        super().data_received(data)
+        self._feed(data)
         if self._in_head:
             if self._received > self.limits.header_bytes:
                 self._refuse(_head_too_large(self.limits))
@@ -204,9 +196,19 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._timer is None:
             self._start_timer(self.limits.body_seconds)
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn when the parser fails; uvicorn's own answer is plain text."""
-        self._refuse(RequestError("the request is not valid HTTP/1.1"))
+    def _feed(self, data: bytes) -> None:
+        """Parse. Java's HttpClient and `curl --http2` ask for HTTP/2 first: httptools leaves out the bodies then."""
+        try:
+            self.parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if not isinstance(error, HttpParserUpgrade) or method == b"CONNECT":
+                self._refuse(RequestError("the request is not valid HTTP/1.1"))
+                return
+            lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+            head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines]) + END_OF_HEAD
+            self.parser = HttpRequestParser(self)
+            self._feed(head + data[error.args[0] :])
 
     def on_message_begin(self) -> None:
         """Also for a head that began in one piece with the request before it, of which nothing is counted."""
@@ -215,6 +217,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the application, or queue it behind earlier requests."""
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return  # `_feed` parses it again, without that
         self._stop_timer()
         scope: Any = self.scope  # its type does not allow our key
         scope[CONNECTION] = self
@@ -278,6 +282,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._close()  # it was answered, and might never end
 
     def on_message_complete(self) -> None:
+        if self._in_head:
+            return
         self._stop_timer()
         self._in_head, self._received = True, 0
         super().on_message_complete()
