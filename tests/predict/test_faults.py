@@ -15,9 +15,11 @@ import socket
 import sqlite3
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -312,9 +314,14 @@ def test_what_is_whole_gives_every_image(certified_original: Bundle, tmp_path: P
 def stopped_half_way(bundle: Bundle, source: Path, out: Path) -> None:
     """A run with one part of three done, all of it in the ledger's main file."""
 
+    ran = count(1)
+
     class Stopped(NumpySession):
         def _infer(self, images: Any) -> Any:
-            if (out / PREDICTIONS / "part-00000001.parquet").exists():
+            if next(ran) > 3:  # of the second part: once the first is there
+                end = time.monotonic() + 20
+                while not (out / PREDICTIONS / "part-00000001.parquet").exists() and time.monotonic() < end:
+                    time.sleep(0.001)
                 raise KeyboardInterrupt
             return super()._infer(images[:3])
 

@@ -37,7 +37,7 @@ from vitx.predict import PREDICTIONS
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import SessionPool
 from vitx.runtimes.session import Session, outputs_of
-from vitx.serve.models.loading import Loader
+from vitx.serve.models.loading import Loader, infer_rows
 from vitx.serve.options import ServeOptions
 from witnessed_bundle import (
     IMAGES,
@@ -450,7 +450,7 @@ def test_the_server_judges_both_executables_on_first_load(bundle: Bundle, cache:
     assert warm.outputs.verdict is not None
     assert ([*warm.verdict.outputs], [*warm.outputs.verdict.outputs]) == ([], ["embedding"])
     pixels = images(4)
-    rows = warm.outputs.session.infer(pixels)
+    rows = infer_rows(warm.outputs.session)(pixels)
     with load_fastest(bundle, "onnxruntime", threads=1, outputs=EMBEDDING) as session:  # what `vitx predict` runs
         found = session.infer_outputs(pixels)
     np.testing.assert_allclose(
