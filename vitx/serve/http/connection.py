@@ -21,7 +21,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from vitx.serve.errors import RequestError, unavailable
-from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, head_of, send_reply
+from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, head_of, header, send_reply
 from vitx.serve.limits import Limits, MemoryBudget
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
@@ -205,7 +205,7 @@ class HttpProtocol(HttpToolsProtocol):
             if not isinstance(error, HttpParserUpgrade) or method == b"CONNECT":
                 self._refuse(RequestError("the request is not valid HTTP/1.1"))
                 return
-            lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+            lines = [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
             head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines]) + END_OF_HEAD
             self.parser = HttpRequestParser(self)
             self._feed(head + data[error.args[0] :])
@@ -227,7 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.app = _refusing(error, self)  # for good: the reply ends the connection
         elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
             self.app = _refusing(_head_too_large(self.limits), self)
-        length = dict(self.headers).get(b"content-length")
+        length = header(scope, b"content-length")
         self._length = None if length is None else int(length)  # the parser has checked it
         super().on_headers_complete()  # raises for a URL that is none, in the head still
         self._in_head, self._begun, self._received = False, False, 0
