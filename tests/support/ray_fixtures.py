@@ -25,6 +25,7 @@ NODE: dict[str, Any] = {
 def ray_cluster() -> Iterator[str]:
     """The address of a cluster of two nodes with a CPU each, whose processes descend from this one."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # after 5 s Ray ends a proxy that is slow to start
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from ray.cluster_utils import Cluster

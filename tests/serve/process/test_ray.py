@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import io
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -40,7 +39,6 @@ from support.process_tree import family
 
 with warnings.catch_warnings():  # gevent and its parts warn while they are imported, and so does Ray
     warnings.simplefilter("ignore")
-    import ray
     import tritonclient.http as triton
     from ray import serve
     from ray._common.utils import import_attr
@@ -56,6 +54,7 @@ from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.core.preprocess import UInt8Array, decode
+from vitx.core.ray_connection import joined
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
@@ -75,16 +74,14 @@ REPLICA = b"ServeReplica:vitx"
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: str) -> Iterator[str]:
     """The address of a cluster on which Ray Serve runs, to which this process is connected as well."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), joined(ray_cluster, log_to_driver=False):
         warnings.simplefilter("ignore")
-        ray.init(ray_cluster, log_to_driver=False, logging_level=logging.ERROR)
         with claim_port("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
         # One proxy: the nodes share the machine's ports.
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         yield ray_cluster
         serve.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates it not
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +194,9 @@ def status_of(port: int, method: str, path: str, body: bytes | None = None) -> i
         connection.close()
 
 
-def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
+def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first proxy is slow to start, as on a node that is busy: Ray ends it, and starts another."""
+    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "0.05")
     with running_server(tiny_bundle.path, "--ray") as server:
         started = family(server.process.pid)
         assert len(processes(REPLICA, server.process.pid)) == 1

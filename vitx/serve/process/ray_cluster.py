@@ -3,9 +3,11 @@
 import logging
 import signal
 import threading
+import time
 from contextlib import suppress
 
 from ray import serve
+from ray.exceptions import ActorDiedError
 from ray.serve.context import _get_global_client  # nothing public says where the proxies of a cluster listen
 
 from vitx.core import errors
@@ -17,6 +19,7 @@ from vitx.serve.process.port import claim_port
 from vitx.serve.ray_app import application, checked
 
 APPLICATION = "vitx"
+_PROXY_SECONDS = 60
 
 
 def serve_on_ray(options: ServeOptions, address: str) -> None:
@@ -57,5 +60,11 @@ def _start_proxies(options: ServeOptions) -> str:
         with claim_port(options.host, port) as free:  # raises if it is taken
             port = free.getsockname()[1]
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    serve.start(http_options={"host": options.host, "port": port}, logging_config=quiet)
+    with suppress(ActorDiedError):  # on a slow node Ray ends a proxy after 5 s, and gives the next one more
+        serve.start(http_options={"host": options.host, "port": port}, logging_config=quiet)
+    until = time.monotonic() + _PROXY_SECONDS
+    while "HEALTHY" not in serve.status().proxies.values():
+        if time.monotonic() > until:
+            raise errors.EnvironmentMissing(f"no proxy of Ray Serve answers after {_PROXY_SECONDS} s: see Ray's logs")
+        time.sleep(0.1)
     return _get_global_client().root_url  # type: ignore[union-attr,no-any-return]  # it runs, and is not annotated
