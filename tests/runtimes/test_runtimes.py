@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -349,10 +349,10 @@ def test_verbs_take_a_runtime(
     code, _, error = vitx("eval", tiny_run.path, *chosen)
     assert code == 2
     assert "runtime openvino: a run's checkpoint runs in torch" in error
-    session = load_warm(
-        bundle_with_ir, ServeOptions(max_batch=4).batching, device="auto", threads=1, runtime="openvino"
-    )
-    assert session.describe()["runtime"] == "openvino"
+    with ExitStack() as opened:
+        batching = ServeOptions(max_batch=4).batching
+        session = load_warm(bundle_with_ir, batching, opened, device="auto", threads=1, runtime="openvino")
+        assert session.describe()["runtime"] == "openvino"
 
 
 @needs_no_gpu

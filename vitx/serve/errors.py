@@ -38,11 +38,8 @@ class DeadlineMissed(RequestError):
         super().__init__(text, status=503, reason="deadline", retry_after=retry_after)
 
 
-class InferenceFailed(RequestError):
-    """The model raised, or did not return one row of logits for each image."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=500, reason="inference_failed")
+def inference_failed(why: object) -> RequestError:
+    return RequestError(f"inference failed: {why}", status=500, reason="inference_failed")
 
 
 def too_large(message: str) -> RequestError:

@@ -159,8 +159,7 @@ class SlowModel:
     def arrive(self, number: int) -> None:
         request, now = self.scenario.requests[number], self.now
         level, rows = request.priority or 2, request.rows
-        allowed = self.limits.timeout if request.allowed is None else request.allowed
-        deadline = math.inf if allowed is None else now + 0.95 * allowed
+        deadline = math.inf if request.allowed is None else now + 0.95 * request.allowed
         before = rows + sum(len(piece.rows) for piece in self.queue if piece.level <= level)
         answered = now + self.wait((before - 1) // self.full) + self.seconds[min(self.full, before)]
         refusal = "draining" if self.closed else "queue_full" if self.rows + rows > self.limits.queue else ""
@@ -412,7 +411,7 @@ def any_scenario(seed: int, requests: int) -> Scenario:
         max_delay=choose.choice([0.0, 0.0023, 0.057]),
         queue=choose.choice([6, 16, 60]),
         instances=choose.randint(1, 3),
-        timeout=choose.choice([None, 1.7]),
+        timeout=None,
     )
     drawn, at = [], 0.0
     for number in range(requests):

@@ -150,7 +150,7 @@ def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: l
             "model=tiny&timeout_ms=9",
             {"Timeout-Ms": "9"},
             400,
-            "the timeout is given twice: as the query parameter timeout_ms and the header Timeout-Ms",
+            "the timeout is given twice: as query parameter timeout_ms and as header Timeout-Ms",
         ),
         (
             "model=tiny",

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
+from prometheus_client import Counter
 from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, png, with_embedding, write_bundle
@@ -62,7 +63,11 @@ def row(*numbers: float) -> npt.NDArray[np.float32]:
 
 
 def new_model(cache: ResponseCache) -> ModelCache:
-    return ModelCache(cache, ModelStatistics(), lambda result: None)
+    return ModelCache(cache, ModelStatistics(), new_counter().labels)
+
+
+def new_counter() -> Counter:
+    return Counter("lookups", "By result.", ("result",), registry=None)
 
 
 def keep(model: ModelCache, content: bytes, rows: npt.NDArray[np.float32]) -> None:
@@ -108,15 +113,16 @@ def test_pixels_outputs_and_encoded_images_are_told_apart() -> None:
 
 
 def test_content_whose_digest_would_take_long_is_not_looked_for() -> None:
-    statistics, searched = ModelStatistics(), list[str]()
-    model = ModelCache(ResponseCache(2**20), statistics, searched.append)
+    lookups = new_counter()
+    model = ModelCache(ResponseCache(2**20), ModelStatistics(), lookups.labels)
     for _ in range(2):
         found, keep = model.find(bytes(2**23 + 1), False)
         assert found is None
         keep(row(1))
-    assert not searched
+    assert not any(metric.samples for metric in lookups.collect())
     model.find(bytes(2**23), False)
-    assert searched == ["miss"]
+    counted = [sample for metric in lookups.collect() for sample in metric.samples if sample.name == "lookups_total"]
+    assert [(sample.labels["result"], sample.value) for sample in counted] == [("miss", 1)]
 
 
 def test_what_is_forgotten_is_given_back_and_requests_in_flight_leave_nothing() -> None:

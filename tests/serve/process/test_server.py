@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -237,5 +238,6 @@ def test_loading_runs_one_image_and_a_batch(tiny_bundle: Bundle, monkeypatch: py
             return super()._infer(images)
 
     monkeypatch.setattr("vitx.serve.models.loading.load_session", lambda *args, **options: Recording())
-    load_warm(tiny_bundle, ServeOptions(max_batch=6).batching, device="cpu", threads=1)
+    with ExitStack() as opened:
+        load_warm(tiny_bundle, ServeOptions(max_batch=6).batching, opened, device="cpu", threads=1)
     assert sorted(sizes) == [1, 2]

@@ -37,7 +37,7 @@ from vitx.serve.batching.instance_threads import InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, ignore, priority_level
 from vitx.serve.callbacks import batch_of_replies, settle
-from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
+from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError, inference_failed, unavailable
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes, ModelStatistics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -98,23 +98,21 @@ class Batcher:
     async def submit(self, images: UInt8Array, *, priority: int = 0, deadline: float | None = None) -> Float32Array:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1.
 
-        priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; by default
-        `Batching.timeout` from now, if that is set.
+        priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; None: it may take any time.
 
         The images run in one batch unless they are more than a full one, or several instances are idle. Cancelling the
-        caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, InferenceFailed, or
-        RequestError: 400 for an unknown priority, 503 after `close`.
+        caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, or RequestError: 400
+        for an unknown priority, 500 where the model raises or has other rows than one an image, 503 after `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
         submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)
         try:
             answered = await reply
-        except asyncio.CancelledError:
+        finally:
             if reply.cancelled():
                 submission.cancel()
             else:
                 reply.exception()  # marks it as retrieved; asyncio would log it otherwise
-            raise
         if (record := CURRENT_RECORD.get()) is not None:
             record_times(record, submission.parts)
         return answered
@@ -151,8 +149,6 @@ class Batcher:
 
     def _admit(self, rows: int, level: int, deadline: float | None, now: float) -> float | None:
         """Return the deadline to plan with; raise if the queue is full or the request could not be answered in time."""
-        if deadline is None and self.batching.timeout is not None:
-            deadline = now + self.batching.timeout
         if deadline is not None:
             deadline -= _UNSEEN_SHARE * max(0.0, deadline - now)
         if self._closed:
@@ -329,7 +325,7 @@ class Batcher:
                 self._refuse_later(part, part.rows)
         for part in failed:  # only now, because this sends batches: the parts above must all be in the queue
             if not part.done:
-                part.settle(error=InferenceFailed(f"inference failed: the instance ended: {batch.error!r}"))
+                part.settle(error=inference_failed(f"the instance ended: {batch.error!r}"))
 
     def _answer(self, batch: Batch) -> None:
         start = 0
@@ -339,7 +335,7 @@ class Batcher:
                 if part.done:
                     pass  # cancelled while it ran
                 elif batch.logits is None:
-                    part.settle(error=InferenceFailed(f"inference failed: {batch.error}"))
+                    part.settle(error=inference_failed(batch.error))
                 else:
                     part.settle(batch.logits[start:stop])
                 start = stop

@@ -39,19 +39,15 @@ class InstanceThreads:
         thread.start()
         return thread
 
-    def _replace(self, dead: threading.Thread) -> None:
-        self._threads[self._threads.index(dead)] = self._start()
-
     def _work(self) -> None:
         # One array for all batches: the pages of a new one of this size would be mapped each time.
         buffer = cache(lambda shape: np.empty((self._max_rows, *shape), np.uint8))
         try:
             while (batch := self._batches.get()) is not None:
                 self._run(batch, buffer)
-                if batch.died:
-                    self._loop.call_soon_threadsafe(self._replace, threading.current_thread())
                 self._loop.call_soon_threadsafe(self._on_result, batch)
                 if batch.died:
+                    self._threads[self._threads.index(threading.current_thread())] = self._start()
                     return
         except RuntimeError:  # a second signal closed the event loop
             return

@@ -81,10 +81,7 @@ class GrpcServer:
         except RuntimeError as error:
             remedy = "choose another port with --grpc-port (0: any)"
             raise EnvironmentMissing(f"cannot listen on {host} port {port} for gRPC: {remedy}; {error}") from None
-        self.address = f"{host}:{port}"
-
-    async def start(self) -> None:
-        await self._server.start()
+        self.address, self.start = f"{host}:{port}", self._server.start
 
     async def idle(self) -> None:
         """End the streams after the requests they have accepted; return when no call is in flight."""

@@ -115,8 +115,7 @@ class Classifier:
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
         given = query.get("timeout_ms", timeout)
         if timeout is not None and "timeout_ms" in query:
-            both = "the query parameter timeout_ms and the header Timeout-Ms"
-            raise RequestError(f"the timeout is given twice: as {both}")
+            raise RequestError("the timeout is given twice: as query parameter timeout_ms and as header Timeout-Ms")
         seconds = None if given is None else _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS) / 1e3
         outputs = _outputs(query.get("outputs"), model)
         return _Options(model, top_k, priority, model.deadline(started, seconds), outputs)

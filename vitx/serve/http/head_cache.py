@@ -63,13 +63,11 @@ class HeadCacheProtocol(HttpProtocol):
             if end >= len(END_OF_HEAD):
                 head = data[:end]
                 key, size = _split(head) or (b"", 0)
+                counted = 0 if size <= UNCOUNTED_BYTES else size
                 # A body that is too large, or does not fit, is refused by the application.
-                if (handler := self.handlers.get(key)) is not None and size <= self.limits.body_bytes:
-                    if size <= UNCOUNTED_BYTES:
-                        return size, handler, data[end:]
-                    if self.memory.fits(size):
-                        self.reserve(size)
-                        return size, handler, data[end:]
+                if (handler := self.handlers.get(key)) and size <= self.limits.body_bytes and self.memory.fits(counted):
+                    self.reserve(counted)
+                    return size, handler, data[end:]
                 self._head = head
         return None
 

@@ -129,8 +129,7 @@ class Loader:
         batching = replace(self.options.batching, instances=instances)
         runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)
         with ExitStack() as opened:  # closes the sessions of a model that is refused
-            session = load_warm(offer.bundle, batching, device=device, threads=threads, runtime=runtimes[0])
-            opened.enter_context(session)
+            session = load_warm(offer.bundle, batching, opened, device=device, threads=threads, runtime=runtimes[0])
             offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
             canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
@@ -151,7 +150,7 @@ class Loader:
         if not RUNTIMES[runtime].outputs:
             log(f"vitx: '{bundle.manifest.name}' is served without {', '.join(names)}: {runtime} gives logits alone")
             return offer, None
-        session = opened.enter_context(load_warm(bundle, batching, runtime=runtime, **setting))
+        session = load_warm(bundle, batching, opened, runtime=runtime, **setting)
         offer, verdict = self._judged(offer, session)
         return offer, WarmOutputs(session, names, measure_curve(session, image_shape(bundle), batching), verdict)
 
@@ -191,6 +190,7 @@ def infer_rows(session: Session) -> Infer:
 def load_warm(
     bundle: Bundle,
     batching: Batching,
+    opened: ExitStack,
     *,
     device: Device,
     threads: int | None,
@@ -200,7 +200,7 @@ def load_warm(
     """Load a bundle and run batches of one and of two images; raise InputError if a result has another shape.
 
     The warm-up runs larger batches, up to the size that the batcher will aim at. threads: of an instance; where several
-    are on a CPU, None lets a batch that is alone take every core, and each of several its share.
+    are on a CPU, None lets a batch that is alone take every core, and each of several its share. `opened` closes it.
     """
 
     def load(threads: int | None) -> Session:
@@ -210,17 +210,15 @@ def load_warm(
         session = load_elastic(load, batching.instances, usable_cores())
     else:
         session = load_instances(lambda: load(threads), batching.instances, threads)
+    opened.enter_context(session)
     contract = Contract.of(bundle.manifest, outputs=outputs)
-    with ExitStack() as opened:  # closes the session of a bundle that is refused
-        opened.enter_context(session)
-        for rows in {1, min(2, batching.max_batch)}:
-            found = session.infer_outputs(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
-            for width, (name, values) in zip(contract.widths().values(), found.items(), strict=True):
-                if values.shape != (rows, width):
-                    what = "" if name == LOGITS else f" as {name}"
-                    text = f"{bundle.path} returns {values.shape}{what} for {rows} images"
-                    raise InputError(f"{text}: its manifest says ({rows}, {width})")
-        opened.pop_all()
+    for rows in {1, min(2, batching.max_batch)}:
+        found = session.infer_outputs(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
+        for width, (name, values) in zip(contract.widths().values(), found.items(), strict=True):
+            if values.shape != (rows, width):
+                what = "" if name == LOGITS else f" as {name}"
+                text = f"{bundle.path} returns {values.shape}{what} for {rows} images"
+                raise InputError(f"{text}: its manifest says ({rows}, {width})")
     return session
 
 

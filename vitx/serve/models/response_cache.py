@@ -14,6 +14,7 @@ from itertools import count
 from weakref import WeakSet
 
 import numpy as np
+from prometheus_client import Counter
 
 from vitx.runtimes.session import Float32Array
 from vitx.serve.observe.model_statistics import ModelStatistics
@@ -36,9 +37,9 @@ class ResponseCache:
 class ModelCache:
     """The answers of one loaded model: another that is loaded in its place has others."""
 
-    def __init__(self, cache: ResponseCache, statistics: ModelStatistics, on_lookup: Callable[[str], None]) -> None:
-        """`on_lookup` is called with "hit" or "miss"."""
-        self._cache, self._statistics, self._on_lookup = cache, statistics, on_lookup
+    def __init__(self, cache: ResponseCache, statistics: ModelStatistics, lookups: Callable[[str], Counter]) -> None:
+        """`lookups` returns the counter of "hit" or of "miss"."""
+        self._cache, self._statistics, self._lookups = cache, statistics, lookups
         # By digest of the content: the moment of its last request, as a number that grows, and the rows.
         self.answers: OrderedDict[bytes, tuple[int, Float32Array]] = OrderedDict()
         cache.models.add(self)
@@ -58,7 +59,7 @@ class ModelCache:
         key = digest.digest()
         if (found := self.answers.pop(key, None)) is not None:
             self.answers[key] = next(self._cache.moments), found[1]
-        self._on_lookup("miss" if found is None else "hit")
+        self._lookups("miss" if found is None else "hit").inc()
         self._statistics.add_lookup(time.monotonic() - started, found=found is not None)
         return found and found[1], partial(self._keep, self.answers, key)
 

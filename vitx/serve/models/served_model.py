@@ -239,7 +239,7 @@ class ModelSet:
         """Serve this model; one of the same name and version is closed after the last request that may use it."""
         old = self._models.get(model.key)
         if self._cache is not None:
-            model.cache = ModelCache(self._cache, model.batcher.statistics, model.metrics.lookup)
+            model.cache = ModelCache(self._cache, model.batcher.statistics, model.metrics.lookups)
         self._expected[model.key] = None
         self._models[model.key] = model
         self._find_newest(model.name)

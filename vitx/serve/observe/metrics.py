@@ -59,10 +59,7 @@ class ModelMetrics:
         self._batch_size = metrics.batch_size.labels(model, version)
         self._compute = metrics.compute_seconds.labels(model, version)
         self._queue = metrics.queue_seconds.labels(model, version)
-        self._lookups = partial(metrics.lookups.labels, model, version)
-
-    def lookup(self, result: str) -> None:
-        self._lookups(result).inc()
+        self.lookups = partial(metrics.lookups.labels, model, version)
 
     def batch(self, times: BatchTimes) -> None:
         self.batches += 1

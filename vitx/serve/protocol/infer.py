@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,12 +76,9 @@ class Contract(NamedTuple):
 
     def columns(self, name: str) -> slice:
         """Where an output is in the rows of a session that gives all."""
-        start = 0
-        for output, width in self.widths().items():
-            if output == name:
-                return slice(start, start + width)
-            start += width
-        raise KeyError(name)
+        widths = self.widths()
+        start = sum(widths[before] for before in takewhile(name.__ne__, widths))
+        return slice(start, start + widths[name])
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """The body of `GET /v2/models/NAME`; `versions`: the loaded versions of the model."""
@@ -154,13 +152,12 @@ def decode_infer_request(
         _check_count(shape[0], limits.images)
         output = RequestedOutput(contract.output_name, binary=True)
         return InferRequest(_from_bytes(memoryview(body), shape, contract), (output,))
-    text, data = body if length is None else body[:length], memoryview(b"")
+    text, rest, data = body[:length], memoryview(body)[length or len(body) :], memoryview(b"")
     small = length is not None and length <= _CACHED_HEADER_BYTES
     parsed = _cached_header(text, contract, limits.images, limits.json_depth) if small else None
     if parsed is None:
         text, data = cut_out_data(text)
         parsed = ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
-    rest = memoryview(body)[length:] if length is not None else memoryview(b"")
     return parsed.request(rest, contract, memory, data)
 
 
