@@ -111,7 +111,7 @@ def test_the_first_call_of_a_size_counts_where_there_was_no_time_for_another(mon
 
 def test_a_process_that_stood_still_times_one_size_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(NumpySession):
-        perf_counter = partial(next, count())
+        perf_counter = staticmethod(partial(next, count()))
 
     monkeypatch.setattr(loading, "time", clock := Clock())
     curve = measure_curve(clock, (4, 4, 3), replace(ServeOptions().batching, max_batch=2))

@@ -23,23 +23,23 @@ class InstanceThreads:
         self._loop = asyncio.get_running_loop()
         self._batches: SimpleQueue[Batch | None] = SimpleQueue()
         self.put = self._batches.put
-        self._started = 0
-        self._threads = [self._start() for _ in range(count)]
+        self._threads: dict[int, threading.Thread] = {}
+        for place in range(count):
+            self._start(place)
 
     async def close(self) -> None:
         """Run every queued batch, then end the threads."""
         for _ in self._threads:
             self.put(None)
-        for thread in self._threads:
+        for thread in self._threads.values():
             await asyncio.to_thread(thread.join)
 
-    def _start(self) -> threading.Thread:
-        self._started += 1
-        thread = threading.Thread(target=self._work, name=f"infer-{self._started}", daemon=True)
-        thread.start()
-        return thread
+    def _start(self, place: int) -> None:
+        name = f"infer-{place + 1}"
+        self._threads[place] = threading.Thread(target=self._work, args=(place,), name=name, daemon=True)
+        self._threads[place].start()
 
-    def _work(self) -> None:
+    def _work(self, place: int) -> None:
         # One array for all batches: the pages of a new one of this size would be mapped each time.
         buffer = cache(lambda shape: np.empty((self._max_rows, *shape), np.uint8))
         try:
@@ -47,7 +47,7 @@ class InstanceThreads:
                 self._run(batch, buffer)
                 self._loop.call_soon_threadsafe(self._on_result, batch)
                 if batch.died:
-                    self._threads[self._threads.index(threading.current_thread())] = self._start()
+                    self._start(place)
                     return
         except RuntimeError:  # a second signal closed the event loop
             return
