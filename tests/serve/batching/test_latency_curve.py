@@ -67,11 +67,13 @@ def test_what_a_batch_rarely_exceeds_is_the_mean_and_twice_its_deviation() -> No
 
 
 def test_a_size_is_worth_it_from_three_percent_on() -> None:
-    def best(gain: float) -> int:
-        alone = 1.0
-        return LatencyCurve({1: alone - 0.0005, 2: 2 * alone / gain - 0.0005}).best_size(8)
+    def best(gain: float, smaller: int = 2) -> int:
+        seconds = {smaller: smaller - 0.0005, 2 * smaller: 2 * smaller / gain - 0.0005}
+        return LatencyCurve(seconds).best_size(8)
 
-    assert (best(1.0299), best(1.0301)) == (1, 2)
+    assert (best(1.0299), best(1.0301)) == (2, 4)
+    assert (best(0.9999, 1), best(1.0001, 1)) == (1, 2)  # of one image any gain is worth it
+    assert LatencyCurve({1: 0.3}).best_size(8) == 1
 
 
 @pytest.mark.parametrize(
