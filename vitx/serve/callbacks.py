@@ -19,6 +19,17 @@ def settle(future: "asyncio.Future[T]", value: T | Exception) -> None:
         future.set_result(value)
 
 
+async def awaited(reply: "asyncio.Future[T]", cancel: Callable[[], object]) -> T:
+    """What `reply` is settled with; `cancel` is called if the caller is cancelled before."""
+    try:
+        return await reply
+    finally:
+        if reply.cancelled():
+            cancel()
+        else:
+            reply.exception()  # marks it as retrieved; asyncio would log it otherwise
+
+
 class _Held(threading.local):  # of one event loop
     writes: list[Callable[[], object]] | None = None
 

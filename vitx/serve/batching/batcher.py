@@ -36,7 +36,7 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, ignore, priority_level
-from vitx.serve.callbacks import batch_of_replies, settle
+from vitx.serve.callbacks import awaited, batch_of_replies, settle
 from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError, inference_failed, unavailable
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes, ModelStatistics
@@ -106,13 +106,7 @@ class Batcher:
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
         submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)
-        try:
-            answered = await reply
-        finally:
-            if reply.cancelled():
-                submission.cancel()
-            else:
-                reply.exception()  # marks it as retrieved; asyncio would log it otherwise
+        answered = await awaited(reply, submission.cancel)
         if (record := CURRENT_RECORD.get()) is not None:
             record_times(record, submission.parts)
         return answered

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from vitx.serve.callbacks import settle
+from vitx.serve.callbacks import awaited, settle
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
@@ -81,8 +81,7 @@ async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
 
 async def compressed(reply: Reply, accepted: str | None) -> Reply:
     """Return the reply in an encoding that Accept-Encoding names, or as it is when it is small."""
-    worth = accepted is not None and len(reply.body) >= WORTH_ENCODING
-    if not worth or (encoding := _accepted_encoding(str(accepted))) is None:
+    if accepted is None or len(reply.body) < WORTH_ENCODING or (encoding := _accepted_encoding(accepted)) is None:
         return reply
     stream = zlib.compressobj(_LEVEL, wbits=WINDOW[encoding])
     body = await asyncio.to_thread(lambda: stream.compress(reply.body) + stream.flush())
@@ -156,17 +155,13 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
     cancel = start(body, record, partial(settle, reply), connection.hold)
     connection.on_lost = reply.cancel
     try:
-        return await reply
+        return await awaited(reply, cancel)
     except asyncio.CancelledError:
         if connection.lost:
             raise ClientGone from None
         raise
     finally:
         connection.on_lost = None
-        if reply.cancelled():
-            cancel()
-        else:
-            reply.exception()  # marks it as retrieved; asyncio would log it otherwise
 
 
 def started_as_task(answer: Callable[[bytes, RequestRecord, Hold], Coroutine[Any, Any, Reply]]) -> StartRequest:
