@@ -94,8 +94,8 @@ class SlowModel:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.limits, self.seconds = scenario, scenario.batching, scenario.seconds
         rates = {size: size / (seconds + 0.0005) for size, seconds in self.seconds.items()}
-        least = max(rates.values())
-        self.full = self.enough = min(size for size, rate in rates.items() if rate >= least / (1.03 if size > 1 else 1))
+        best = max(rates.values())
+        self.full = self.enough = min(size for size, rate in rates.items() if rate >= best / (1.03 if size > 1 else 1))
         self.queue: list[Piece] = []  # in order of arrival, retried ones in front; priorities are sorted out by `take`
         self.sent: list[Sent] = []
         self.pieces: dict[int, list[Piece]] = {}
