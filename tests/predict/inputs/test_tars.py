@@ -1,11 +1,14 @@
 """Tar files: all of their images, or an error at the byte from which on they are lost."""
 
+import errno
 import gc
 import gzip
 import io
 import random
 import tarfile
 import tracemalloc
+import zlib
+from typing import Any, BinaryIO, cast
 
 import pytest
 
@@ -107,9 +110,59 @@ def test_gzip_is_read_to_its_checksum() -> None:
     packed = gzip.compress(WHOLE)
     damaged = bytearray(packed)
     damaged[-6] ^= 1
-    assert "CRC check failed" in read(bytes(damaged))[1]
+    assert "incorrect data check" in read(bytes(damaged))[1]
     for length in (1, 12, len(packed) // 2, len(packed) - 8, len(packed) - 1):
         assert read(packed[:length])[1] != "", length
+    assert read(packed + bytes(70_000)) == (IMAGES, "")
+    assert read(packed + bytes(70_000) + packed)[1].startswith("other bytes follow the block of zeros")
+
+
+def test_every_whole_image_before_the_damage_of_a_gzip_is_read() -> None:
+    """As many as zlib gives byte by byte, which is all that can be had."""
+    packed = gzip.compress(WHOLE)
+    for damaged in (packed[:-1], packed[:-9], packed + b"garbage"):
+        found, error = read(damaged)
+        assert found == IMAGES
+        assert error
+    chance = random.Random(0)
+    for _ in range(200):
+        data = bytearray(packed[: chance.choice([len(packed), chance.randrange(20, len(packed))])])
+        data[chance.randrange(10, len(data))] ^= 1 << chance.randrange(8)
+        inflater, rest, plain = zlib.decompressobj(31), bytes(data), b""
+        try:
+            while rest and not inflater.eof:
+                plain += inflater.decompress(rest, 1)
+                rest = inflater.unconsumed_tail
+        except zlib.error:
+            pass
+        found, error = read(bytes(data))
+        assert error
+        assert found == read(plain)[0]
+
+
+class Failing(io.RawIOBase):
+    """A file on a disk of which a sector cannot be read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = io.BytesIO(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not (count := self.data.readinto(buffer)):
+            raise OSError(errno.EIO, "Input/output error")
+        return count
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_whole_image_before_an_error_of_the_disk_is_read(packed: bool) -> None:
+    """12 members are 18,432 bytes: no whole number of what tarfile reads at once."""
+    data = WHOLE[: 12 * MEMBER]
+    found: list[tuple[str, bytes | ImageError]] = []
+    with pytest.raises(OSError, match="Input/output error"):
+        found.extend(tar_images(cast(BinaryIO, Failing(gzip.compress(data) if packed else data))))
+    assert found == IMAGES[:12]
 
 
 def test_what_is_no_image_is_counted_and_a_folder_is_nothing() -> None:

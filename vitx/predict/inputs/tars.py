@@ -4,7 +4,6 @@ tarfile ends quietly at a damaged header, at a file that was cut between two mem
 not check the CRC of gzip. Here a file is whole if its last member is followed by zeros alone, up to its end.
 """
 
-import gzip
 import io
 import tarfile
 import zlib
@@ -17,6 +16,7 @@ from tarfile import (  # type: ignore[attr-defined]
     SubsequentHeaderError,
     TruncatedHeaderError,
 )
+from types import SimpleNamespace
 from typing import IO, BinaryIO, Self, cast
 
 from vitx.core.preprocess import ImageError
@@ -39,7 +39,7 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
 
     Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded.
     """
-    with _uncompressed(file) as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Member) as archive:
+    with tarfile.open(fileobj=_uncompressed(file), mode="r|*", tarinfo=_Member) as archive:
         rest = cast(IO[bytes], archive.fileobj)
         for member in archive:
             # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
@@ -90,10 +90,53 @@ class _Member(tarfile.TarInfo):
         raise SubsequentHeaderError(f"{reason} at byte {tarfile.offset:,}")
 
 
-def _uncompressed(file: BinaryIO) -> io.BufferedIOBase:
-    """`file`, or what it holds if that is gzip, whose checksum tarfile would not look at."""
+class _Gunzip:
+    """What a gzip file holds. All of it that stands before damage is read before the error is raised.
+
+    gzip.GzipFile gives what was asked for or the error, and tarfile asks for 10 KiB: dozens of small images.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._inflater = zlib.decompressobj(wbits=31)  # with gzip's header, checksum and length
+        self._packed = b""
+
+    def read(self, size: int) -> bytes:
+        """Return 1 to `size` bytes, b"" at the end; raise EOFError or zlib.error."""
+        while True:
+            ended = not self._packed and not (more := self._file.read1(_BLOCK_BYTES))
+            self._packed = self._packed or more
+            if self._inflater.eof:  # zeros may follow, or another gzip
+                self._packed = self._packed.lstrip(b"\0")
+                if ended:
+                    return b""
+                if not self._packed:
+                    continue
+                self._inflater = zlib.decompressobj(wbits=31)
+            if found := self._inflate(size):
+                return found
+            if ended:
+                raise EOFError("gzip ends before its checksum")
+
+    def _inflate(self, size: int) -> bytes:
+        """Up to `size` bytes of the next ones, fewer before damage, at which zlib gives nothing of what it found."""
+        before = self._inflater.copy()
+        try:
+            found = self._inflater.decompress(self._packed, size)
+        except zlib.error:
+            if size == 1:
+                raise
+            self._inflater = before
+            return self._inflate(size // 2)
+        self._packed = self._inflater.unused_data or self._inflater.unconsumed_tail
+        return found
+
+
+def _uncompressed(file: BinaryIO) -> BinaryIO:
+    """`file`, or what it holds if that is gzip; with `read` alone, which gives all that stands before an error."""
     reader = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file))
-    return gzip.GzipFile(fileobj=reader) if reader.peek(2)[:2] == _GZIP_MAGIC else reader
+    packed = reader.peek(2)[:2] == _GZIP_MAGIC
+    return cast(BinaryIO, _Gunzip(reader) if packed else SimpleNamespace(read=reader.read1))
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | ImageError:
