@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from epoch_row import epoch_row
 
 from bundle_fixture import (
     LABELS,
@@ -46,7 +47,7 @@ def nothing(folder: Path) -> None:
     folder.mkdir()
 
 
-ROWS = [{"epoch": epoch, "step": 10 * epoch, "top1": top1, "nll": 1.0} for epoch, top1 in enumerate((0.5, 0.4, 0.9), 1)]
+ROWS = [epoch_row(epoch, top1=top1) for epoch, top1 in enumerate((0.5, 0.4, 0.9), 1)]
 
 
 def tensors(value: float) -> CheckpointTensors:

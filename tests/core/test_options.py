@@ -1,8 +1,10 @@
 """Texts of the command line as values, and what is refused."""
 
+import math
 from typing import Any
 
 import pytest
+from pydantic import ByteSize
 
 from vitx.core.options import (
     CheckpointOption,
@@ -51,6 +53,21 @@ def test_bounds_include_their_ends() -> None:
         with pytest.raises(ValueError, match="trays"):
             Oven(trays=wrong)
     assert Oven().trays == 2
+
+
+def test_numbers_that_nobody_means_are_refused() -> None:
+    """An infinite size has no whole number, and what is beyond 64 bits fits no queue and no database."""
+
+    class Oven(Options):
+        trays: int | None = option(2, "Trays.", ge=1)
+        heat: float = option(200, "Heat.", ge=0)
+        cache: ByteSize | None = option(None, "Cache.", text=True)
+
+    assert Oven(trays=2**31 - 1, heat=2**31 - 1, cache=2**40).heat == 2**31 - 1  # type: ignore[arg-type]  # any int
+    assert Oven(trays=None).trays is None
+    for wrong in ({"trays": 2**31}, {"trays": 10**30}, {"heat": math.inf}, {"heat": math.nan}, {"heat": 1e300}):
+        with pytest.raises(ValueError, match=r"number below 2,147,483,648|greater than or equal"):
+            Oven.model_validate(wrong)
 
 
 class Common(Options):

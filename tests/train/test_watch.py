@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from epoch_row import epoch_row
 
 from cli_fixture import Vitx
 from vitx.core.errors import CheckFailed, InputError
@@ -18,7 +19,7 @@ from vitx.train.watch import RunState, states, watch
 BEGUN = RunProgress(step=0, steps=40, epochs=2)
 HALF = BEGUN.model_copy(update={"step": 21, "loss": 1.25, "images_per_second": 99.6, "seconds_left": 7200.0})
 ENDED = HALF.model_copy(update={"step": 40, "ended": True})
-ROWS = [{"epoch": 1, "top1": 0.75}]
+ROWS = [epoch_row(1, top1=0.75)]
 
 
 @pytest.fixture

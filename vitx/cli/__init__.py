@@ -6,6 +6,7 @@ A verb is imported when it is asked for, and `vitx -h` imports none.
 import errno
 import functools
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,6 +45,11 @@ VERBS = {
     "models": Verb("train", "List, show or convert networks."),
     "doctor": Verb("all", "Say what this machine and installation can do."),
 }
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# A path that was given, or a file below it, is at fault.
+_NOT_USABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
 
 # Any in what follows: newer versions of typer hold click inside, older ones depend on it.
@@ -105,19 +111,30 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
     return run
 
 
+def _terminate(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> None:
-    """Run the command line; an error of the user's is one line on standard error, with its exit code."""
+    """Run the command line; an error of the user's is one line on standard error, with its exit code.
+
+    SIGTERM unwinds the stack as Ctrl-C does, so that what is half written is removed; some verbs handle it themselves.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except VitxError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            raise
         where = f" '{error.filename}'" if error.filename else ""
-        print(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged", file=sys.stderr)
-        sys.exit(3)
+        if error.errno in _FULL:
+            print(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged", file=sys.stderr)
+            sys.exit(3)
+        if error.errno not in _NOT_USABLE:
+            raise
+        print(f"error: cannot use{where}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

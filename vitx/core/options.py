@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vitx.core.files import Record
+
+_BEYOND = 2**31
 
 
 class Options(Record):
@@ -13,6 +15,14 @@ class Options(Record):
 
     The option of a field is called --FIELD, with dashes; units are in the names. Wrong values raise ValueError.
     """
+
+    @field_validator("*")
+    @classmethod
+    def _is_finite(cls, value: Any) -> Any:
+        """Refuse numbers that nobody means: inf, NaN, and what no longer fits where it is counted."""
+        if type(value) in (int, float) and not abs(value) < _BEYOND:
+            raise ValueError(f"expected a number below {_BEYOND:,}")
+        return value
 
 
 def option(
@@ -45,7 +55,7 @@ THREADS_HELP = "Threads of one session. Default: all cores."
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Field(description=DEVICE_HELP)]
 DataOption = Annotated[str | None, Field(description=DATA_HELP)]
 CheckpointOption = Annotated[Checkpoint, Field(description=CHECKPOINT_HELP)]
-Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1)]
+Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1, le=1024)]
 RuntimeOption = Annotated[
     str, Field(description="What runs a bundle: auto takes the fastest certified here; `vitx doctor` lists the names.")
 ]

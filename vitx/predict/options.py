@@ -38,7 +38,7 @@ def _parse_share(given: Any) -> Any:
     """'3/32' → Share(3, 32), anything but a text as it is; raise ValueError unless 1 ≤ I ≤ N."""
     if not isinstance(given, str):
         return given
-    if not (numbers := re.fullmatch("([0-9]+)/([0-9]+)", given)):
+    if not (numbers := re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", given)):
         raise ValueError("expected I/N, the job's number and the number of jobs, such as 3/32")
     number, jobs = map(int, numbers.groups())
     if not 1 <= number <= jobs:

@@ -50,16 +50,16 @@ class ServeOptions(Options):
     )
     shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
-    max_batch: int = option(32, "Images in a batch at most.", ge=1)
+    max_batch: int = option(32, "Images in a batch at most.", ge=1, le=65536)
     max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
     instances: int | None = option(
-        None, "Batches that run at the same time. Default: what `vitx bench --tune` found, else by the load.", ge=1
+        None, "Batches at the same time. Default: what `vitx bench --tune` found, else by the load.", ge=1, le=1024
     )
     threads: int | None = option(
-        None, "Threads of an instance. Default: what `vitx bench --tune` found, else by the load.", ge=1
+        None, "Threads of an instance. Default: what `vitx bench --tune` found, else by the load.", ge=1, le=1024
     )
-    workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1)
+    workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1, le=1024)
     device: DeviceOption = "auto"
     runtime: RuntimeOption = "auto"
     timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)

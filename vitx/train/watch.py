@@ -1,6 +1,5 @@
 """`vitx watch`: a run in the terminal while it trains in another process."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record
 from vitx.core.run import RunFolder
+from vitx.train.metrics_file import read_lines
 from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
     while True:
         progress = read_record(path, RunProgress)
         gone = progress.process_is_gone() and not read_record(path, RunProgress).ended  # it may have ended in between
-        lines = run.metrics_path.read_text().splitlines() if run.metrics_path.is_file() else []
-        yield (state := RunState(progress, [json.loads(line) for line in lines]))
+        yield (state := RunState(progress, read_lines(run.metrics_path)))
         if progress.ended:
             return
         if gone:

@@ -3,16 +3,19 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from epoch_row import epoch_row
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.core.errors import InputError
+from vitx.core.files import link_atomically, write_json
 from vitx.core.run import RunFolder
 from vitx.train.loop import checkpoint
 from vitx.train.loop.checkpoint import (
@@ -24,6 +27,7 @@ from vitx.train.loop.checkpoint import (
     load_newest,
     newest_checkpoint,
     read_metrics,
+    read_state,
     remove_unfinished_writes,
     save_epoch,
     save_initial,
@@ -31,10 +35,6 @@ from vitx.train.loop.checkpoint import (
     switch_links,
 )
 from vitx.train.recipes.optimization_settings import Selection
-
-
-def row(epoch: int, **changes: float) -> Metrics:
-    return {"epoch": epoch, "step": 10 * epoch, "top1": 0.5, "nll": 1.0, **changes}
 
 
 def tensors(value: float) -> CheckpointTensors:
@@ -76,7 +76,7 @@ def test_every_third_epoch_is_kept_from_the_initial_weights_on(run: RunFolder) -
     save_initial(run, tensors(0))
     history: list[Metrics] = []
     for epoch in range(1, 9):
-        history = [*history, row(epoch, nll=abs(epoch - 4))]
+        history = [*history, epoch_row(epoch, nll=abs(epoch - 4))]
         save_epoch(run, tensors(epoch), history, {}, keep_every=3)
         save_within_epoch(run, tensors(epoch), history, 10 * epoch + 5, {}, {}, keep_every=3)
     save_initial(run, tensors(9))  # of a resumed run, which has them already
@@ -88,7 +88,7 @@ def test_every_third_epoch_is_kept_from_the_initial_weights_on(run: RunFolder) -
 
 
 def test_the_step_after_the_last_epoch_is_resumed_and_not_the_epoch(run: RunFolder) -> None:
-    history = [row(1)]
+    history = [epoch_row(1)]
     save_epoch(run, tensors(10), history, {})
     save_step(run, history, 14)
     assert value_of(run) == 14
@@ -103,7 +103,7 @@ def test_the_step_after_the_last_epoch_is_resumed_and_not_the_epoch(run: RunFold
 def test_the_epoch_is_resumed_when_it_is_newer_than_a_step_that_was_not_removed(run: RunFolder) -> None:
     """Killed between the links: `last` names the new epoch, and `resume` still names a step within it."""
     save_step(run, [], 8)
-    save_epoch(run, tensors(10), [row(1)], {})
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
     assert not (run.path / "checkpoints" / "resume").is_symlink(), "an epoch's end replaces the checkpoint within it"
     save_step(run, [], 8)
     assert value_of(run) == 10
@@ -111,7 +111,7 @@ def test_the_epoch_is_resumed_when_it_is_newer_than_a_step_that_was_not_removed(
 
 def test_of_two_with_as_many_steps_the_finished_epoch_is_resumed(run: RunFolder) -> None:
     """A step checkpoint of the last batch has neither the evaluation nor the epoch's metrics."""
-    save_epoch(run, tensors(10), [row(1)], {})
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
     save_step(run, [], 10)
     found = newest_checkpoint(run)
     assert found is not None
@@ -120,8 +120,8 @@ def test_of_two_with_as_many_steps_the_finished_epoch_is_resumed(run: RunFolder)
 
 @pytest.mark.parametrize("link", ["last", "resume"])
 def test_a_link_that_leads_nowhere_is_named(run: RunFolder, link: str) -> None:
-    save_epoch(run, tensors(10), [row(1)], {})
-    save_step(run, [row(1)], 14)
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
+    save_step(run, [epoch_row(1)], 14)
     path = run.path / "checkpoints" / link
     path.unlink()
     path.symlink_to("epoch-0009")
@@ -131,14 +131,14 @@ def test_a_link_that_leads_nowhere_is_named(run: RunFolder, link: str) -> None:
 
 @pytest.mark.parametrize("name", TENSOR_FILES)
 def test_a_file_that_is_not_the_one_that_was_saved_is_named(run: RunFolder, name: str) -> None:
-    save_epoch(run, tensors(10), [row(1)], {})
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
     save_file(tensors(11).model, run.path / "checkpoints" / "last" / name)
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
         load_newest(run)
 
 
 def test_each_file_holds_its_own_tensors(run: RunFolder) -> None:
-    save_epoch(run, tensors(10), [row(1)], {"seed": 3}, {"scaler": 1})
+    save_epoch(run, tensors(10), [epoch_row(1)], {"seed": 3}, {"scaler": 1})
     loaded = load_newest(run)
     assert loaded is not None
     found, state = loaded
@@ -147,7 +147,7 @@ def test_each_file_holds_its_own_tensors(run: RunFolder) -> None:
         pytest.approx([10.1]),
         pytest.approx([10.2]),
     ]
-    assert (state.rng, state.trainer, state.metrics) == ({"seed": 3}, {"scaler": 1}, row(1))
+    assert (state.rng, state.trainer, state.metrics) == ({"seed": 3}, {"scaler": 1}, epoch_row(1))
 
 
 def test_weights_may_be_read_by_whom_the_umask_lets(run: RunFolder) -> None:
@@ -155,7 +155,7 @@ def test_weights_may_be_read_by_whom_the_umask_lets(run: RunFolder) -> None:
     for epoch, mask in ((1, 0o022), (2, 0o027)):
         before = os.umask(mask)
         try:
-            save_epoch(run, tensors(1), [row(number + 1) for number in range(epoch)], {}, {})
+            save_epoch(run, tensors(1), [epoch_row(number + 1) for number in range(epoch)], {}, {})
         finally:
             os.umask(before)
         saved = list((run.path / "checkpoints" / "last").glob("*.safetensors"))
@@ -165,7 +165,7 @@ def test_weights_may_be_read_by_whom_the_umask_lets(run: RunFolder) -> None:
 def test_the_best_epoch_is_linked_by_the_metric_that_was_asked_for(run: RunFolder) -> None:
     history: list[Metrics] = []
     for epoch, (top1, nll) in enumerate([(0.5, 0.9), (0.6, 0.7), (0.8, 0.8)], 1):
-        history.append(row(epoch, top1=top1, nll=nll))
+        history.append(epoch_row(epoch, top1=top1, nll=nll))
         save_epoch(run, tensors(epoch), history, {}, metric="nll")
     checkpoints = run.path / "checkpoints"
     assert (checkpoints / "best").readlink() == Path("epoch-0002")
@@ -180,11 +180,11 @@ def test_the_best_epoch_is_linked_by_the_metric_that_was_asked_for(run: RunFolde
 @pytest.mark.parametrize(
     ("rows", "metric", "best"),
     [
-        ([row(1, top1=0.9), row(2, top1=0.9)], "top1", 1),
-        ([row(1, top1=0.9, nll=0.5), row(2, top1=0.9, nll=0.4)], "top1", 2),
-        ([row(1, ece=0.2, nll=0.5), row(2, ece=0.2, nll=0.4), row(3, ece=0.1, nll=9.0)], "ece", 3),
-        ([row(1, ece=0.2, nll=0.5), row(2, ece=0.2, nll=0.4)], "ece", 2),
-        ([row(1, nll=0.4, top1=0.1), row(2, nll=0.4, top1=0.9)], "nll", 1),
+        ([epoch_row(1, top1=0.9), epoch_row(2, top1=0.9)], "top1", 1),
+        ([epoch_row(1, top1=0.9, nll=0.5), epoch_row(2, top1=0.9, nll=0.4)], "top1", 2),
+        ([epoch_row(1, ece=0.2, nll=0.5), epoch_row(2, ece=0.2, nll=0.4), epoch_row(3, ece=0.1, nll=9.0)], "ece", 3),
+        ([epoch_row(1, ece=0.2, nll=0.5), epoch_row(2, ece=0.2, nll=0.4)], "ece", 2),
+        ([epoch_row(1, nll=0.4, top1=0.1), epoch_row(2, nll=0.4, top1=0.9)], "nll", 1),
     ],
 )
 def test_ties_go_to_the_lowest_nll_then_to_the_first(rows: list[Metrics], metric: Any, best: int) -> None:
@@ -207,12 +207,12 @@ def test_ties_go_to_the_lowest_nll_then_to_the_first(rows: list[Metrics], metric
 def test_training_ends_after_its_epochs_or_its_patience(
     top1: list[float], epochs: int, patience: int, finished: bool
 ) -> None:
-    history = [row(epoch, top1=value) for epoch, value in enumerate(top1, 1)]
+    history = [epoch_row(epoch, top1=value) for epoch, value in enumerate(top1, 1)]
     assert is_finished(history, epochs, Selection(patience=patience)) is finished
 
 
 def test_a_step_keeps_the_best_of_the_epochs_before_it(run: RunFolder) -> None:
-    history = [row(1, nll=0.5), row(2, nll=0.7)]
+    history = [epoch_row(1, nll=0.5), epoch_row(2, nll=0.7)]
     save_within_epoch(run, tensors(1), history, 24, {}, {}, metric="nll")
     found = newest_checkpoint(run)
     assert found is not None
@@ -222,12 +222,12 @@ def test_a_step_keeps_the_best_of_the_epochs_before_it(run: RunFolder) -> None:
         24,
         1,
         0.5,
-        row(2, nll=0.7),
+        epoch_row(2, nll=0.7),
     )
 
 
 def test_an_epoch_without_a_trainers_state_has_an_empty_one(run: RunFolder) -> None:
-    save_epoch(run, tensors(1), [row(1)], {})
+    save_epoch(run, tensors(1), [epoch_row(1)], {})
     found = newest_checkpoint(run)
     assert found is not None
     assert (found[1].trainer, found[1].rng) == ({}, {})
@@ -236,7 +236,7 @@ def test_an_epoch_without_a_trainers_state_has_an_empty_one(run: RunFolder) -> N
 def test_a_checkpoint_on_disk_holds_no_more_than_the_tensors(run: RunFolder) -> None:
     """A view is written as what it shows, and a parameter without its graph."""
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
-    save_epoch(run, CheckpointTensors({"t": weight.t()}, {"t": weight * 2}, {}), [row(1)], {})
+    save_epoch(run, CheckpointTensors({"t": weight.t()}, {"t": weight * 2}, {}), [epoch_row(1)], {})
     loaded = load_newest(run)
     assert loaded is not None
     assert loaded[0].model["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -255,14 +255,14 @@ def test_a_checkpoint_on_disk_holds_no_more_than_the_tensors(run: RunFolder) -> 
 def test_a_disk_error_of_safetensors_is_the_systems(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, text: str, number: int
 ) -> None:
-    save_epoch(run, tensors(10), [row(1)], {})
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
 
     def fails(tensors: object, path: object) -> None:
         raise SafetensorError(text)
 
     monkeypatch.setattr(checkpoint, "save_file", fails)
     with pytest.raises(OSError) as error:  # noqa: PT011 # its number is looked at
-        save_epoch(run, tensors(20), [row(1), row(2)], {})
+        save_epoch(run, tensors(20), [epoch_row(1), epoch_row(2)], {})
     assert error.value.errno == number
     assert str(error.value.filename).endswith("model.safetensors")
     assert error.value.strerror
@@ -271,8 +271,8 @@ def test_a_disk_error_of_safetensors_is_the_systems(
 
 
 def test_what_killed_writers_left_goes_and_nothing_else(run: RunFolder) -> None:
-    save_epoch(run, tensors(10), [row(1)], {})
-    save_step(run, [row(1)], 14)
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
+    save_step(run, [epoch_row(1)], 14)
     checkpoints = run.path / "checkpoints"
     (run.path / ".metrics.jsonl.x1").touch()
     for link in ("last", "best", "resume"):
@@ -286,7 +286,7 @@ def test_what_killed_writers_left_goes_and_nothing_else(run: RunFolder) -> None:
 
 
 def test_only_folders_without_a_link_are_removed(run: RunFolder) -> None:
-    save_epoch(run, tensors(10), [row(1)], {})
+    save_epoch(run, tensors(10), [epoch_row(1)], {})
     checkpoints = run.path / "checkpoints"
     (checkpoints / "epoch-0007").mkdir()
     (checkpoints / "epoch-0007" / "state.json").touch()
@@ -299,7 +299,7 @@ def test_only_folders_without_a_link_are_removed(run: RunFolder) -> None:
 
 
 def test_metrics_are_a_line_of_json_an_epoch_and_later_ones_are_left_out(run: RunFolder) -> None:
-    history = [row(1, top1=0.25), row(2), row(3)]
+    history = [epoch_row(1, top1=0.25), epoch_row(2), epoch_row(3)]
     checkpoint.write_metrics(run, history)
     assert run.metrics_path.read_text() == "".join(json.dumps(each) + "\n" for each in history)
     assert read_metrics(run.metrics_path, 2) == history[:2]
@@ -309,12 +309,56 @@ def test_metrics_are_a_line_of_json_an_epoch_and_later_ones_are_left_out(run: Ru
     ):
         read_metrics(run.metrics_path, 4)
     with pytest.raises(ValueError, match="JSON compliant"):
-        checkpoint.write_metrics(run, [row(1, nll=float("nan"))])
+        checkpoint.write_metrics(run, [epoch_row(1, nll=float("nan"))])
     assert read_metrics(run.metrics_path, 3) == history, "a file that is not whole never appears"
 
 
-@pytest.mark.parametrize("text", ["not json\n", "[]\n", '{"top1": 1}\n', '{"epoch": "1"}\n'])
-def test_a_line_that_is_no_epoch_is_named(run: RunFolder, text: str) -> None:
-    run.metrics_path.write_text(text)
-    with pytest.raises(InputError, match=r"metrics\.jsonl holds a line that is not an epoch's metrics: restore it, or"):
+LINE = json.dumps(epoch_row(1)).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"not json", "JSON: Invalid JSON"),
+        (b"[]", "JSON: Input should be"),
+        (LINE[:-1], "JSON: Invalid JSON"),
+        (LINE[:20] + b"\xf4" + LINE[21:], "JSON: Invalid JSON"),
+        (LINE.replace(b'"nll"', b'"nln"', 1), "nll: Field required"),
+        (LINE.replace(b'"top1": 0.5', b'"top1": "0.5"', 1), "top1: Input should be a valid number"),
+        (LINE.replace(b'"losses": {', b'"losses": {"a": [],'), "losses.a: Input should be a valid number"),
+        (LINE.replace(b'"seconds": 1.0', b'"seconds": NaN'), "seconds: Input should be a finite number"),
+        (b"[" * 100_000, "JSON: Invalid JSON"),
+    ],
+)
+def test_a_line_that_is_no_epoch_is_named(run: RunFolder, text: bytes, what: str) -> None:
+    run.metrics_path.write_bytes(text + b"\n")
+    with pytest.raises(InputError, match=rf"metrics\.jsonl holds a line .* epoch's metrics \({what}.*: restore it, or"):
         read_metrics(run.metrics_path, 1)
+
+
+def test_a_copy_without_its_links_is_not_trained_again(run: RunFolder) -> None:
+    """As object stores, zip files and `cp -r -L` make copies."""
+    for epoch in (1, 2):
+        save_epoch(run, tensors(epoch), [epoch_row(each) for each in range(1, epoch + 1)], {})
+    last = run.path / "checkpoints" / "last"
+    last.unlink()
+    with pytest.raises(InputError, match=r"checkpoints/last is missing: copy the run again with its links"):
+        newest_checkpoint(run)
+    shutil.copytree(run.path / "checkpoints" / "epoch-0002", last)
+    with pytest.raises(InputError, match=r"checkpoints/last is no link: copy the run again with its links"):
+        newest_checkpoint(run)
+
+
+def test_a_checkpoint_is_beside_its_link(run: RunFolder, tmp_path: Path) -> None:
+    for path, value in ((run.path, 1), (tmp_path / "other", 2)):
+        save_epoch(RunFolder(path), tensors(value), [epoch_row(1)], {})
+    link_atomically(run.path / "checkpoints" / "last", str(tmp_path / "other" / "checkpoints" / "epoch-0001"))
+    assert value_of(run) == pytest.approx(1)
+
+
+def test_every_file_has_a_digest_or_is_not_loaded(run: RunFolder) -> None:
+    save_epoch(run, tensors(1), [epoch_row(1)], {})
+    folder, state = read_state(run, "last")
+    write_json(folder / "state.json", state.model_copy(update={"sha256": {}}))
+    with pytest.raises(InputError, match=r"model\.safetensors is corrupt"):
+        load_newest(run)

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from epoch_row import epoch_row
 
 from cli_fixture import Vitx
 from training_jobs import (
@@ -161,8 +163,8 @@ def test_what_killed_writers_left_is_removed(vitx: Vitx, tmp_path: Path, image_f
     assert names_in(tmp_path / "run") == before | {kept.name}
 
 
-def row(epoch: int, top1: float, nll: float = 1.0) -> dict[str, float | int]:
-    return {"epoch": epoch, "step": 10 * epoch, "top1": top1, "nll": nll}
+def row(epoch: int, top1: float, nll: float = 1.0) -> dict[str, Any]:
+    return epoch_row(epoch, top1=top1, nll=nll)
 
 
 def tensors(value: float) -> CheckpointTensors:
@@ -181,7 +183,7 @@ def test_a_checkpoint_that_never_became_last_leaves_no_trace(tmp_path: Path) -> 
     shutil.copytree(folder / "epoch-0002", folder / "epoch-0003")
     (folder / ".epoch-0003.x1").mkdir()
     with run.metrics_path.open("a") as file:
-        file.write('{"epoch": 3, "step": 30, "top1": 0.9, "nll": 1.0}\n')
+        file.write(json.dumps(row(3, 0.9)) + "\n")
     loaded = load_newest(run)
     assert loaded is not None
     found, state = loaded

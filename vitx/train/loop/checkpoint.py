@@ -29,6 +29,7 @@ from vitx.core.files import (
     write_json,
 )
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
+from vitx.train.metrics_file import read_lines
 from vitx.train.progress import PROGRESS_FILE
 from vitx.train.recipes.optimization_settings import Metric, Selection
 
@@ -182,9 +183,19 @@ def remove_unfinished_writes(run: RunFolder) -> None:
 
 
 def newest_checkpoint(run: RunFolder) -> tuple[Path, CheckpointState] | None:
-    """The checkpoint to resume from, the one of `last` and `resume` with more steps; None when nothing was saved."""
-    links = [link for link in ("last", "resume") if (run.path / "checkpoints" / link).is_symlink()]
-    return max((read_state(run, link) for link in links), key=lambda pair: pair[1].step, default=None)
+    """The checkpoint to resume from, the one of `last` and `resume` with more steps; None when nothing was saved.
+
+    Raises InputError for a copy without the links, which would be trained from the first epoch, over what is there.
+    """
+    folder = run.path / "checkpoints"
+    links = [link for link in LINKS if (folder / link).is_symlink()]
+    copied = [link for link in LINKS if (folder / link).exists() and link not in links]
+    newest = [link for link in links if link != "best"]
+    # A kill at the end of the first epoch may leave its line without the link.
+    if copied or (not newest and len(read_lines(run.metrics_path)) > 1):
+        what = f"{folder / copied[0]} is no link" if copied else f"{folder / 'last'} is missing"
+        raise InputError(f"{what}: copy the run again with its links, as `cp -a`, `rsync -a` and `tar` do")
+    return max((read_state(run, link) for link in newest), key=lambda pair: pair[1].step, default=None)
 
 
 def load_newest(run: RunFolder) -> tuple[CheckpointTensors, CheckpointState] | None:
@@ -196,14 +207,14 @@ def load_newest(run: RunFolder) -> tuple[CheckpointTensors, CheckpointState] | N
     if found is None:
         return None
     folder, state = found
-    verify_digests(folder, state.sha256)
+    verify_digests(folder, {name: state.sha256.get(name, "") for name in TENSOR_FILES})
     return CheckpointTensors(*(load_file(folder / name) for name in TENSOR_FILES)), state
 
 
 def read_state(run: RunFolder, link: str) -> tuple[Path, CheckpointState]:
     """The folder that `link` names now, and its state; tensors are not read or verified."""
-    checkpoints = run.path / "checkpoints"
-    folder = checkpoints / (checkpoints / link).readlink()
+    path = run.path / "checkpoints" / link
+    folder = path.with_name(path.readlink().name)  # one beside it, whatever else the link says
     return folder, read_record(folder / "state.json", CheckpointState)
 
 
@@ -218,11 +229,7 @@ def read_metrics(path: Path, epochs: int) -> list[Metrics]:
 
     Lines of later epochs are left out: a killed run wrote them before the link `last` was switched.
     """
-    lines = path.read_text().splitlines() if path.is_file() else []
-    try:
-        history: list[Metrics] = [row for row in map(json.loads, lines) if row["epoch"] <= epochs]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise InputError(f"{path} holds a line that is not an epoch's metrics: restore it, or train anew") from None
+    history = [row for row in read_lines(path) if row["epoch"] <= epochs]
     if [row["epoch"] for row in history] != list(range(1, epochs + 1)):
         raise InputError(f"{path} does not hold the epochs 1 to {epochs} of its checkpoint: restore it, or train anew")
     return history

@@ -1,0 +1,80 @@
+"""How the command line ends: one line for an error of the user's, and nothing half written after a signal."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vitx.cli
+
+HALF_WRITTEN = """
+import time, vitx.cli
+from pathlib import Path
+from vitx.core.files import staged_folder
+
+def app():
+    with staged_folder(Path("made")) as stage:
+        (stage / "file").write_text("half")
+        print("begun", flush=True)
+        time.sleep(60)
+
+vitx.cli.app = app
+vitx.cli.main()
+"""
+
+
+def test_sigterm_removes_what_is_half_written(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HALF_WRITTEN], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        assert len([*tmp_path.iterdir()]) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (errno.EACCES, 2, "error: cannot use 'there/file': Permission denied\n"),
+        (errno.EPERM, 2, "error: cannot use 'there/file': Operation not permitted\n"),
+        (errno.EISDIR, 2, "error: cannot use 'there/file': Is a directory\n"),
+        (errno.ENOSPC, 3, "error: cannot write 'there/file': No space left on device; what was there before is "),
+        (errno.EROFS, 3, "error: cannot write 'there/file': Read-only file system; what was there before is "),
+    ],
+)
+def test_an_error_of_the_system_about_a_file_is_one_line(
+    number: int, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise OSError(number, os.strerror(number), "there/file")
+
+    monkeypatch.setattr(vitx.cli, "app", app)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            vitx.cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == code
+    found = capsys.readouterr().err
+    assert found.startswith(said)
+    assert found.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("eval", "LONG"), ("parity", "LONG"), ("predict", "LONG", "."), ("serve", "LONG", "--port", "0")]
+)
+def test_a_name_that_is_too_long_is_an_error_of_the_user_s(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    out = ("--out", "out") if arguments[0] == "predict" else ()
+    command = [word.replace("LONG", "x" * 300) for word in (*arguments, *out)]
+    program = "from vitx.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.endswith("': File name too long\n")
+    assert ended.stderr.count("\n") == 1
