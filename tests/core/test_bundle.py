@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bundle_fixture import add_files, certificate, write_bundle
-from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle, FileEntry, Manifest, timestamp
+from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, Bundle, FileEntry, Manifest, timestamp
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.latency import Latency, LatencyPoint, machine_key
@@ -166,3 +166,20 @@ def test_a_timestamp_is_in_utc_to_the_second() -> None:
     assert stamp.endswith("+00:00")
     assert len(stamp) == len("2026-01-02T03:04:05+00:00")
     assert before <= datetime.fromisoformat(stamp) <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize("name", [MODEL, CERTIFICATE])
+def test_a_link_to_itself_is_refused(name: str, bundle: Bundle) -> None:
+    (bundle.path / name).unlink(missing_ok=True)
+    (bundle.path / name).symlink_to(name)
+    with pytest.raises(InputError, match=r"leads out of the bundle|is missing"):
+        Bundle.open(bundle.path)
+
+
+def test_labels_and_the_output_have_one_number_of_classes(bundle: Bundle) -> None:
+    """Else the row of an image could name a class that there is not."""
+    fewer = bundle.manifest.output.model_copy(update={"shape": ("N", len(bundle.manifest.labels) - 1)})
+    for changes in ({"labels": bundle.manifest.labels[1:]}, {"labels": ()}, {"output": fewer}):
+        write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update=changes))
+        with pytest.raises(InputError, match=r"labels and an output .* for \d+ classes"):
+            Bundle.open(bundle.path)

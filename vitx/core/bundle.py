@@ -130,6 +130,13 @@ class Manifest(Record):
     training_metrics: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
+    def _classes_agree(self) -> "Manifest":
+        labels, classes, width = len(self.labels), self.model.num_classes, self.output.shape[-1:]
+        if labels != classes or width != (classes,):
+            raise ValueError(f"{labels} labels and an output {self.output.shape} for {classes} classes")
+        return self
+
+    @model_validator(mode="after")
     def _outputs_have_files(self) -> "Manifest":
         for name, count in Counter(spec.name for spec in self.outputs).items():
             if count > 1 or output_file(name) not in self.files:
@@ -264,7 +271,11 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
     if twins:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
     for name in (*listed, MANIFEST, CERTIFICATE, LATENCY, SIGNATURE):
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        try:
+            inside = (folder / name).resolve().is_relative_to(folder.resolve())
+        except (OSError, RuntimeError):  # a link to itself
+            inside = False
+        if not inside:
             raise InputError(f"{folder / name} leads out of the bundle: expected a file in it")
     found = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     names = {path.relative_to(folder).as_posix() for path in found} - listed.keys()
