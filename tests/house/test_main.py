@@ -55,11 +55,9 @@ def test_an_error_of_the_system_about_a_file_is_one_line(
 
     monkeypatch.setattr(vitx.cli, "app", app)
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            vitx.cli.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(SystemExit) as ended:
+        vitx.cli.main()
+    assert signal.getsignal(signal.SIGTERM) is before
     assert ended.value.code == code
     found = capsys.readouterr().err
     assert found.startswith(said)

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -97,6 +98,22 @@ def test_grpc_calls_need_the_token(guarded: ServerProcess) -> None:
                 client.get_server_metadata(headers=headers)
         with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
             client.load_model("tiny", headers=bearer(TOKEN))
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong"])
+def test_a_stream_without_the_token_ends_before_its_first_message(
+    guarded: ServerProcess, authorization: str | None
+) -> None:
+    metadata = () if authorization is None else (("authorization", authorization),)
+    with grpc.insecure_channel(grpc_address(guarded)) as channel:
+        never, call = Event(), channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        replies = call(iter(never.wait, False), metadata=metadata, timeout=20)
+        with pytest.raises(grpc.RpcError) as ended:
+            next(replies)
+        never.set()
+    assert ended.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    text = guarded.request("GET", "/metrics", headers=bearer(TOKEN))[1].decode()
+    assert 'route="grpc.ModelStreamInfer",status="401"' in text
 
 
 def test_tritons_client_manages_models(guarded: ServerProcess) -> None:

@@ -69,10 +69,19 @@ class Echo:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, 10**6)
         self.parsed.append(body)
-        cache_head(scope, self.start)
+        cache_head(scope, self.begin)
         await send_reply(send, Reply(body, content_type=b"text/plain"))
 
-    def start(self, connection: HeadCacheProtocol, body: bytes) -> Callable[[], None] | None:
+    def begin(self, connection: HeadCacheProtocol) -> tuple[Callable[[bytes], None], Callable[[], None]]:
+        bodies: list[bytes] = []
+
+        def start(body: bytes) -> None:
+            bodies.append(body)
+            self.start(connection, body)
+
+        return start, lambda: self.cancelled.append(b"".join(bodies))
+
+    def start(self, connection: HeadCacheProtocol, body: bytes) -> None:
         self.cached.append(body)
 
         def answer() -> None:
@@ -80,9 +89,8 @@ class Echo:
 
         if body.startswith(b"h"):
             self.held.append(answer)
-            return lambda: self.cancelled.append(body)
-        answer()
-        return None
+        else:
+            answer()
 
 
 class Server:

@@ -120,7 +120,7 @@ def main() -> None:
 
     SIGTERM unwinds the stack as Ctrl-C does, so that what is half written is removed; some verbs handle it themselves.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except VitxError as error:
@@ -138,3 +138,5 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -182,6 +182,7 @@ def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
             assert outcome(client, timeout=1) == "DEADLINE_EXCEEDED"
             assert outcome(client, client_timeout=0.1) == "DEADLINE_EXCEEDED"
             wait_until(lambda: server.metric(MISSED) == 3)
+            assert server.metric('vitx_requests_total{route="grpc.ModelInfer",status="503"}') == 3
             gate.unlink()
             assert held.result(20) == "OK"
         assert server.metric("vitx_images_total") == 1

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,14 @@ import pytest
 from PIL import Image
 
 from bundle_fixture import LABELS, colour_image, png, write_bundle
-from server_process import ServerProcess, running_server, wait_until
+from server_process import SLOW_MODEL, ServerProcess, running_server, wait_until
 from vitx.core.preprocess import decode
 from vitx.serve.http.classify import top_predictions
+
+# Of an image of nines the logits are not finite.
+NOT_FINITE = SLOW_MODEL.replace("import time", "import numpy as np").replace(
+    "time.sleep(0.2)", "return self.session.infer(images) / np.float32(images[:, :1, 0, 0] != 9)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,23 @@ def test_a_list_of_base64_is_answered_one_by_one(server: ServerProcess) -> None:
     assert [results[index]["predictions"][0]["label"] for index in (0, 2)] == [LABELS[0], LABELS[3]]
     assert results[1]["error"].startswith("not base64: ")
     assert results[3]["error"].startswith("not an image in a format that can be read")
+
+
+def test_an_image_whose_logits_are_not_finite_fails_alone(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    with running_server(bundle.path, "--allow-uncertified", program=NOT_FINITE) as server:
+        black, grey = (png(np.full((16, 16, 3), value, np.uint8)) for value in (0, 9))
+        status, answer = classify(server, grey)
+        assert (status, "not all finite" in answer["error"]) == (500, True)
+        body = json.dumps([base64.b64encode(data).decode() for data in (black, grey, b"x")]).encode()
+        status, answer = classify(server, body, "application/json")
+        assert status == 200
+        good, overflown, broken = answer["results"]
+        assert len(good["predictions"]) == len(LABELS)
+        assert "not all finite" in overflown["error"]
+        assert "not an image" in broken["error"]
+        assert server.metric('vitx_rejections_total{reason="not_finite"}') == 2
+        assert server.metric('vitx_rejections_total{reason="bad_image"}') == 1
 
 
 PARSED = {"Content-Encoding": "identity"}  # a head with this header is never cached

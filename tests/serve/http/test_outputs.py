@@ -211,7 +211,7 @@ def test_logits_alone_run_another_session(bundle: Bundle, monkeypatch: pytest.Mo
         assert asked == ["logits"]
         assert (await model.batcher_of(True).submit(pixels(2))).shape == (2, 4 + 3 + 256)
         assert asked == ["logits", "rows"]
-        assert model.statistics()["inference_stats"]["success"]["count"] == 2
+        assert model.batcher.statistics.as_json(*model.key)["inference_stats"]["success"]["count"] == 2
         await model.close()
 
     asyncio.run(ask())

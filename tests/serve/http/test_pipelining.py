@@ -15,6 +15,7 @@ from socketless_server import Server, bodies_of, request, settled
 from virtual_time import run_virtually
 from vitx.core.bundle import Bundle
 from vitx.core.sandbox import resident_gib
+from vitx.serve.limits import UNCOUNTED_BYTES
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -38,7 +39,7 @@ def test_pipelined_requests_that_are_parsed_are_answered_in_order_and_reading_wa
         transport, protocol = server.connect()
         requests = [request(b"%d" % number, b"X-%d: 1" % number) for number in range(3)]
         protocol.data_received(b"".join(requests))
-        assert not transport.reading
+        assert transport.reading  # a client that hangs up must be noticed
         await settled()
         assert bodies_of(transport.written) == [b"0", b"1", b"2"]
         assert transport.reading
@@ -64,11 +65,58 @@ def test_of_many_small_requests_in_one_segment_few_are_parsed_before_their_turn(
         )
         for _ in range(20 * len(bodies)):
             assert len(protocol.pipeline) <= 3  # of 70 bytes each
-            assert not (transport.reading and protocol._unparsed)  # whatever asks for more
+            assert not (transport.reading and len(protocol._unparsed) > UNCOUNTED_BYTES)  # whatever asks for more
             await asyncio.sleep(0)
         assert bodies_of(transport.written) == bodies
         assert (transport.reading, protocol.is_idle()) == (True, True)
         assert server.refused == []
+
+    run(test)
+
+
+def test_what_waits_is_read_up_to_a_limit_and_in_order() -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        protocol.app, waiting = holding(server)
+        data = b"".join(request(b"%05d" % number) for number in range(2000))
+        sent = 0
+        while transport.reading:  # as long as a socket would be read
+            protocol.data_received(data[sent : sent + 1000])
+            sent += 1000
+        assert UNCOUNTED_BYTES < sent < UNCOUNTED_BYTES + 3000
+        waiting.set()
+        while sent < len(data):
+            await asyncio.sleep(0)
+            if transport.reading:
+                protocol.data_received(data[sent : sent + 777])
+                sent += 777
+        for _ in range(20_000):
+            await asyncio.sleep(0)
+        assert bodies_of(transport.written) == [b"%05d" % number for number in range(2000)]
+        assert protocol.is_idle()
+        protocol.connection_lost(None)
+
+    run(test)
+
+
+def test_a_request_that_runs_ends_with_its_connection_also_before_one_that_was_parsed() -> None:
+    async def test() -> None:
+        server = Server()
+        _, protocol = server.connect()
+        gone: list[str] = []
+
+        async def held(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            gone.append((await receive())["type"])
+
+        protocol.app = held
+        protocol.data_received(request() + b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        await settled()
+        assert protocol.pipeline
+        protocol.connection_lost(None)
+        await settled()
+        assert gone == ["http.disconnect"]
 
     run(test)
 

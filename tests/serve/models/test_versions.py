@@ -106,7 +106,10 @@ def test_tritons_clients_name_a_version(server: ServerProcess) -> None:
         assert rpc.infer("tiny", [tensor], model_version="1").get_response().model_version == "1"
         assert list(rpc.get_model_metadata("tiny").versions) == ["1", "10"]
         assert rpc.get_model_metadata("tiny", "1").name == "tiny"
-        assert rpc.get_inference_statistics("tiny", "1").model_stats[0].version == "1"
+        found = [rpc.get_inference_statistics("tiny", version).model_stats for version in ("1", "")]
+        assert [[entry.version for entry in entries] for entries in found] == [["1"], ["1", "10"]]
+        entries = http.get_inference_statistics("tiny")["model_stats"]
+        assert [entry["version"] for entry in entries] == ["1", "10"]  # of all its versions, as in Triton
 
 
 def test_versions_come_and_go(server: ServerProcess, folder: Path) -> None:

@@ -216,3 +216,15 @@ def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None
                 each.start_lock.close()
 
     assert asyncio.run(ask()) == {"0": b"newer"}
+
+
+def test_workers_serve_the_same_versions_after_a_later_one_was_refused(server: ServerProcess, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for version in ("2", "10"):
+        write_bundle(models / "tiny" / version, name="tiny")
+    (models / "tiny" / "10" / "model.onnx").write_bytes(b"damaged")
+    status, text = manage(server, "models/tiny/load")
+    assert (status, "model.onnx is corrupt" in text["error"]) == (400, True)
+    assert {tuple(server.json("/v2/models/tiny")["versions"]) for _ in range(24)} == {("1", "2")}
+    path = "/v2/models/tiny/versions/2/infer"
+    assert {server.request("POST", path, INFER_BODY)[0] for _ in range(24)} == {200}

@@ -194,6 +194,8 @@ def test_a_logit_that_is_not_finite_is_an_error_in_json_and_a_value_in_binary() 
         ({"inputs": [tensor(data=[[[[[[[[[[[[[[6]]]]]]]]]]]]]])]}, NOT_PIXELS),
         ({"inputs": [tensor(data=6)]}, NOT_PIXELS),
         ({"data": ROW, "inputs": [tensor(data={})]}, NOT_PIXELS),
+        ({"data": ROW, "inputs": [tensor() | {"data": None}]}, NOT_PIXELS),
+        ({"inputs": [tensor() | {"data": None}], "outputs": [{"name": "logits", "data": ROW}]}, NOT_PIXELS),
         (
             {"inputs": [tensor()], "outputs": [[[[[[[[[[[[[[[[6]]]]]]]]]]]]]]]]},
             "the request's JSON is nested more than 16 levels deep",

@@ -1,24 +1,8 @@
 """Dynamic batching: one batcher a model. It acts on arrivals, on completions and on one timer; it never polls.
 
-When a batch is sent
---------------------
-* A full batch is sent at once, even while every instance is busy: each instance has one full batch standing by, so that
-  it need not wait for the event loop between two batches. "Full" is the smallest size up to `max_batch` whose images a
-  second are nearly the best of the latency curve: on a CPU a batch of 8 is often as fast for each image as one of 32,
-  and answered sooner. Where the recent concurrency is too small for that, a smaller size is enough.
-* When several instances are idle, each gets its share of the queue; a request may then be split.
-* A partial batch is sent only to an idle instance, once it holds its share of the recent concurrency: the peak of rows
-  queued and running, which decays by a quarter with every batch. So a single client never waits, and the requests of
-  eight clients that each send the next one after a reply form one batch of eight.
-* While an instance is idle, a partial batch waits at most until `max_delay` after its oldest request arrived, and less
-  where a deadline in it needs that.
-
-Deadlines
----------
-A request is refused when it arrives if, by the latency curve, it cannot meet its deadline; it is refused later, and
-never runs, once its batch could no longer end in time. A batch is made smaller when a larger one would miss the
-earliest deadline in it. Planning uses 95 % of the time to a deadline: the rest is for reading the request and writing
-the answer, which is not measured here.
+docs/serving.md (Batching) says when a batch is sent, and how deadlines are planned. `_concurrent_rows` is the peak of
+rows queued and running, which decays by a quarter with every batch: of it a partial batch must hold its share, so that
+a single client never waits, and eight clients that send the next request after a reply form one batch of eight.
 """
 
 import asyncio
@@ -99,10 +83,8 @@ class Batcher:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1.
 
         priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; None: it may take any time.
-
-        The images run in one batch unless they are more than a full one, or several instances are idle. Cancelling the
-        caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, or RequestError: 400
-        for an unknown priority, 500 where the model raises or has other rows than one an image, 503 after `close`.
+        Cancelling the caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, or
+        RequestError: 400 for an unknown priority, 500 where the model raises, 503 after `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
         submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)

@@ -1,8 +1,7 @@
 """The queue of one model: a first-in-first-out queue for each priority level, without starvation.
 
-Level 1 is taken first, then 2 (the default), then 3. To keep a busy level 1 from starving the others, every second
-batch starts with the oldest request of all levels if it has waited more than `PATIENCE` seconds. So a request behind k
-others of its level waits at most `PATIENCE` seconds and 2(k + 1) batches.
+Level 1 is taken first, then 2 (the default), then 3; but every second batch starts with the oldest request of all
+levels if that has waited more than `PATIENCE` seconds.
 """
 
 import asyncio

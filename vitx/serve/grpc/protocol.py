@@ -21,13 +21,9 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 _InferResponse = message_class("ModelInferResponse")
 
-# Numbers that become Python's integers at once.
-_PIECE = 1 << 16
-
+_PIECE = 1 << 16  # numbers that become Python's integers at once
 _SIDES = 9  # of a shape, of which four are right
-
-# With this parameter a stream's client asks for an empty response after the last one of a request. Here each request
-# has exactly one response, which is marked as the last, so the parameter is ignored.
+# Asks for an empty response after the last one of a request. Here each has one response, which is marked as the last.
 _FINAL_RESPONSE = "triton_enable_empty_final_response"
 
 
@@ -42,8 +38,6 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
         if not in_memory:
             rest = memoryview(raw[0]) if raw else _typed_pixels(request.inputs[0], contract, limits).data
             size["binary_data_size"] = len(rest)
-    parameters = _parameters(request.parameters)
-    parameters.pop(_FINAL_RESPONSE, None)
     header: dict[str, Any] = {
         "id": request.id,
         "inputs": [
@@ -56,7 +50,7 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
             for tensor in request.inputs
         ],
         "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in request.outputs],
-        "parameters": parameters,
+        "parameters": _parameters(request.parameters),
     }
     return ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
 
@@ -102,4 +96,5 @@ def _typed_pixels(tensor: Any, contract: Contract, limits: Limits) -> UInt8Array
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in parameters.items()}
+    chosen.pop(_FINAL_RESPONSE, None)
     return {name: getattr(parameters[name], kind) if kind else None for name, kind in chosen.items()}

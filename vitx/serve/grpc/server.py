@@ -184,6 +184,8 @@ class GrpcServer:
             passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
             self._metrics.reject("deadline" if passed else "disconnected", record.model or "")
             status = 503 if passed else CLIENT_GONE
+            if passed:
+                self._metrics.answer(route, status, model=record.model or "")
             raise
         except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
             error = self._core.failure(failure, route, record)
@@ -199,6 +201,11 @@ class GrpcServer:
         """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
         replies: Replies = asyncio.Queue()
         window = asyncio.Semaphore(_STREAM_WINDOW)
+        try:  # also of each request; a stream without any would stay open
+            self._core.tokens.check("inference", _metadata(context, "authorization"))
+        except RequestError as error:
+            self._metrics.answer("grpc.ModelStreamInfer", error.status)
+            await _abort(context, self._core.failure(error, "grpc.ModelStreamInfer", RequestRecord("")))
         reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
         self._in_flight.enter()
         self._streams.add(replies)

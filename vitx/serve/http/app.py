@@ -4,7 +4,6 @@ A request goes through `App.__call__`, or through `App._run_cached` if its head 
 count it, time it, and turn an exception into a reply.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.batcher import record_times
 from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
     CONNECTION,
@@ -33,6 +31,7 @@ from vitx.serve.http.asgi import (
     start_task,
 )
 from vitx.serve.http.classify import Classifier
+from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.gate import check_allowed
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
@@ -99,24 +98,22 @@ class App:
                     scope["app"] = self  # else the router would answer itself what it does not find
                     await self._other(scope, receive, observed)
             except ClientGone:
-                if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
-                    self._metrics.reject("disconnected", record.model or "")
+                self._gone(record, scope[CONNECTION], scope["method"], scope["path"])
                 return
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = self._error_reply(error, scope["path"], record)
             if reply is not None:
-                close = not may_ask or self._models.draining or self._models.leaving  # what may not ask is not read
-                await send_reply(observed, reply, close=close)
+                # What may not ask is not read.
+                await send_reply(observed, reply, close=not may_ask or self._models.leaving)
         finally:
             CURRENT_RECORD.reset(token)
-            seconds = time.monotonic() - record.started
-            if may_ask and status != CLIENT_GONE:
+            if status != CLIENT_GONE:
                 route = found[0] if found else getattr(scope.get("endpoint"), "__name__", "other")
-                self._metrics.answer(route, status, seconds if found else None, record.model or "")
+                seconds = time.monotonic() - record.started if found and may_ask else None
+                self._metrics.answer(route, status, seconds, record.model or "")
+                self._observe(record, scope["method"], scope["path"], status)
             if generation is not None:
                 generation.leave()
-            for observer in self._observers:
-                observer.write(record, scope["method"], scope["path"], status, seconds)
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""
@@ -134,11 +131,12 @@ class App:
         asked = name, version, header_length(header(scope, HEADER_LENGTH.encode()))
         return partial(self._start_infer, asked), True
 
-    def _decode(self, asked: Asked, body: bytes, started: float) -> Decoded:
+    def _decode(self, asked: Asked, body: bytes, record: RequestRecord) -> Decoded:
         name, version, length = asked
-        model = self._models.get(name, version)
+        model = self._models.get(name, version, record.started)
+        record.model = name
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
-        return model, request, model.deadline(started, request.timeout)
+        return model, request, model.deadline(record.started, request.timeout)
 
     def _rows_reply(self, rows: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
         labels = model.bundle.manifest.labels
@@ -152,36 +150,19 @@ class App:
         self, asked: Asked, body: bytes, record: RequestRecord, on_reply: OnReply, hold: Hold
     ) -> Callable[[], object]:
         """Answer an infer request; see `StartRequest`."""
-        record.model, _, length = asked  # it was served, when the head was read
-        decode = partial(self._decode, asked, body, record.started)
+        length, decode = asked[2], partial(self._decode, asked, body, record)
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
             return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
-        keep = None
-        if model.cache is not None:
-            known, keep = model.cache.find(request.images.data, request.further)
-            if known is not None:
-                record.images = len(known)
-                reply = self._rows_reply(known, request, model)
-                return asyncio.get_running_loop().call_soon(on_reply, reply).cancel
 
-        def on_logits(rows: Float32Array | Exception) -> None:
-            reply: Reply | Exception
+        def on_rows(rows: Float32Array | Exception) -> None:
             try:
-                if isinstance(rows, Exception):
-                    reply = rows
-                else:
-                    record_times(record, submission.parts)
-                    if keep is not None:
-                        keep(rows)
-                    reply = self._rows_reply(rows, request, model)
+                reply = rows if isinstance(rows, Exception) else self._rows_reply(rows, request, model)
             except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = failure
             on_reply(reply)
 
-        batcher = model.batcher_of(request.further)
-        submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
-        return submission.cancel
+        return model.start(request, deadline, record, on_rows)
 
     async def _read_beside(self, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
         """The reply to a request that is read on a thread."""
@@ -190,13 +171,21 @@ class App:
         return self._rows_reply(await model.infer(request, deadline), request, model)
 
     def _run_cached(
-        self, route: str, path: str, of_head: OfHead, start: StartRequest, connection: HeadCacheProtocol, body: bytes
-    ) -> Callable[[], None] | None:
-        """`_run` with callbacks instead of a task; return a function that cancels the request."""
+        self, route: str, path: str, of_head: OfHead, start: StartRequest, connection: HeadCacheProtocol
+    ) -> tuple[Callable[[bytes], None], Callable[[], None]]:
+        """`_run` with callbacks instead of a task; see `CachedHandler`."""
         accepted, id, parent, state = of_head
         id = request_id(id) if self._observers else ""  # it takes a microsecond
         record = RequestRecord(id, parent, state, connection.client[0] if connection.client else "")
         generation = self._models.enter()
+        cancel_work: Callable[[], object] = list  # nothing to cancel yet
+
+        def answer(body: bytes) -> None:
+            nonlocal cancel_work
+            try:
+                cancel_work = start(body, record, on_reply, connection.hold)
+            except Exception as failure:  # noqa: BLE001 - the edge of one request
+                on_reply(failure)
 
         def on_reply(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception) or accepted is None or len(reply.body) < WORTH_ENCODING:
@@ -209,26 +198,27 @@ class App:
             if isinstance(reply, Exception):
                 reply = self._error_reply(reply, path, record)
             self._metrics.answer(route, reply.status, time.monotonic() - record.started, record.model or "")
-            connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
+            connection.reply(reply, close=self._models.leaving, request_id=record.id)
             record.sent = len(reply.body)
-            end(reply.status)
+            generation.leave()
+            self._observe(record, "POST", path, reply.status)
 
         def cancel() -> None:
             cancel_work()
-            self._metrics.reject("disconnected", record.model or "")
-            end(CLIENT_GONE)
-
-        def end(status: int) -> None:
             generation.leave()
-            for observer in self._observers:
-                observer.write(record, "POST", path, status, time.monotonic() - record.started)
+            self._gone(record, connection, "POST", path)
 
-        try:
-            cancel_work = start(body, record, on_reply, connection.hold)
-        except Exception as failure:  # noqa: BLE001 - the edge of one request
-            on_reply(failure)
-            return None
-        return cancel
+        return answer, cancel
+
+    def _gone(self, record: RequestRecord, connection: HttpProtocol, method: str, path: str) -> None:
+        """Count a client that has hung up; a request that was too slow is counted already."""
+        if not connection.slow:
+            self._metrics.reject("disconnected", record.model or "")
+            self._observe(record, method, path, CLIENT_GONE)
+
+    def _observe(self, record: RequestRecord, method: str, path: str, status: int) -> None:
+        for observer in self._observers:
+            observer.write(record, method, path, status, time.monotonic() - record.started)
 
     async def _run(
         self, route: str, prepare: Prepare, scope: Scope, receive: Receive, record: RequestRecord, of_head: OfHead

@@ -45,8 +45,10 @@ class _Options:
     deadline: float | None
     outputs: tuple[str, ...] = ()
 
-    def answer(self, row: Float32Array) -> dict[str, Any]:
-        """What is said of one image; `row`: see `Contract`."""
+    def answer(self, row: Float32Array | Exception) -> dict[str, Any]:
+        """What is said of one image; `row`: see `Contract`. Raises what is wrong with it."""
+        if isinstance(row, Exception):
+            raise row
         contract, labels = self.model.contract, self.model.bundle.manifest.labels
         predictions = top_predictions(row[: contract.classes], labels, self.top_k)
         if not self.outputs:
@@ -96,20 +98,23 @@ class Classifier:
             read = partial(several, body)
             names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
         rows = await self._known_rows(options, images, record)
-        results = [{"error": str(row)} if isinstance(row, Exception) else options.answer(row) for row in rows]
+        results: list[dict[str, Any]] = []
+        for row in rows:
+            try:
+                results.append(options.answer(row))
+            except RequestError as error:
+                if several is None:
+                    raise
+                self._core.metrics.reject(error.reason, options.model.name)
+                results.append({"error": str(error)})
         if several is None:
-            if "error" in results[0]:
-                raise RequestError(results[0]["error"], reason="bad_image")
             return Reply(to_json({"model": options.model.name, **results[0]}))
-        for result in results:
-            if "error" in result:
-                self._core.metrics.reject("bad_image", options.model.name)
         if names is not None:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
         return Reply(to_json({"model": options.model.name, "results": results}))
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
-        model = self._core.models.get(query.get("model"), query.get("version"))
+        model = self._core.models.get(query.get("model"), query.get("version"), started)
         classes = len(model.bundle.manifest.labels)
         top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
@@ -163,8 +168,10 @@ class Classifier:
         decoded = iter(await decoding)
         record.phases["decode"] = started, time.monotonic()
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
-        for image in pixels:
-            if isinstance(image, Exception) and not isinstance(image, ImageError | RequestError):
+        for place, image in enumerate(pixels):
+            if isinstance(image, ImageError):
+                pixels[place] = RequestError(str(image), reason="bad_image")
+            elif isinstance(image, Exception) and not isinstance(image, RequestError):
                 raise image
         readable = [image for image in pixels if not isinstance(image, Exception)]
         answers: Iterator[Float32Array] = iter(())

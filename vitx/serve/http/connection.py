@@ -1,11 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's httptools protocol plus limits on slow clients, large heads and connections.
 
 A request that comes in several pieces has `header_seconds` for its head (request line and headers), and for its body
-`body_seconds` plus a second for every `body_rate` bytes, as Apache's mod_reqtimeout counts. So slow networks are
-served, but a client that sends a byte now and then is cut off. For speed, a request that arrives in one piece sets no
-timer, and the keep-alive timer is not restarted with each reply: it compares the clock when it fires. A reply that the
-client does not take has its time too; then the connection is cut.
-
+`body_seconds` plus a second for every `body_rate` bytes, as Apache's mod_reqtimeout counts; a reply has its time too.
+For speed, a request that arrives in one piece sets no timer, and the keep-alive timer compares the clock when it fires.
 Bodies of more than `UNCOUNTED_BYTES` are counted in a budget of all connections until they are answered.
 """
 
@@ -22,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, head_of, header, send_reply
-from vitx.serve.limits import Limits, MemoryBudget
+from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
 _RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
@@ -70,6 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None  # runs while the client does not take what was written
         self._reserved = 0  # bytes of the budget
         self._reading: asyncio.Future[Any] | None = None  # has the body until it is done
+        self._answered: Any = None  # uvicorn's cycle of the request that runs; `cycle` may be one behind it
 
     # The stubs allow any kind of transport; here it is always TCP's.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -83,12 +81,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_unread()
         self._release()
         super()._unset_keepalive_if_required()
-        self.lost, self._unparsed = True, b""
+        self.lost, self._unparsed, self.cycle = True, b"", self._answered or self.cycle
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
         # Circles of thirty objects, which would wait for the garbage collector by the hundred.
-        self.on_lost = self.parser = self.cycle = self.scope = None  # type: ignore[assignment]
+        self.on_lost = self.parser = self.cycle = self.scope = self._answered = None  # type: ignore[assignment]
 
     def reserve(self, size: int) -> None:
         """Count bytes of the request's body until it is answered.
@@ -170,11 +168,12 @@ class HttpProtocol(HttpToolsProtocol):
         return min(end, start + max(1, self._length - self._received))
 
     def _wait_with(self, data: bytes) -> None:
-        """Keep what came until the next reply, and read nothing behind it."""
+        """Keep what came until the next reply. Behind much nothing is read, and then no client is seen to hang up."""
         if data and not (self._refused or self.transport.is_closing()):
             self._unparsed += data
-            self.flow.pause_reading()
-            self.flow.held = True
+            if len(self._unparsed) > UNCOUNTED_BYTES:
+                self.flow.pause_reading()
+                self.flow.held = True
 
     def _go_on(self) -> None:
         """Take what waited. Not at once with the reply: hundreds of pipelined requests would recurse as deep."""
@@ -231,6 +230,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._length = None if length is None else int(length)  # the parser has checked it
         super().on_headers_complete()  # raises for a URL that is none, in the head still
         self._in_head, self._begun, self._received = False, False, 0
+        self.flow.resume_reading()  # uvicorn would not notice that a client hangs up with a request behind another
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """Start the next pipelined request, or the keep-alive timer."""
@@ -244,7 +248,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         elif not self._unparsed and self.timeout_keep_alive_task is None:
-            self._wait_for_request(self.timeout_keep_alive)
+            self.timeout_keep_alive_handler()
         if self._unparsed and not self.pipeline:
             self.loop.call_soon(self._go_on)
 
@@ -259,7 +263,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.is_idle():
             left += self._replied - time.monotonic()
         if left > 0:
-            self._wait_for_request(left)
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
         else:
             self._close()
 
@@ -271,9 +275,6 @@ class HttpProtocol(HttpToolsProtocol):
     def may_answer(self) -> bool:
         """Whether no reply to the request that is being read has started."""
         return self._in_head or not self.cycle.response_started
-
-    def _wait_for_request(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
@@ -304,7 +305,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        left, waits = 0.0, bool(self._unparsed)
+        left, waits = 0.0, bool(self._unparsed or self.pipeline)
         if not self._in_head:
             received = min(self._received, self.limits.body_bytes)
             left = self._since + self.limits.body_seconds + received / self.limits.body_rate - time.monotonic()

@@ -1,8 +1,8 @@
 """Decodes images on threads (Pillow releases the interpreter lock), or in a process of each, cheap ones first.
 
 An image of more than `_SMALL_PIXELS` pixels, as its header says, takes a second or more. Such images may occupy every
-thread but one, so that a small image never waits for one of them. Among images of a kind the next is of the client that
-was served least (start-time fair queueing: Goyal, Vin and Cheng 1996), by bytes and pixels.
+thread but one. Among images of a kind the next is of the client that was served least, by bytes and pixels (start-time
+fair queueing: Goyal, Vin and Cheng 1996).
 """
 
 import asyncio

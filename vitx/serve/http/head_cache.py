@@ -1,9 +1,8 @@
 """The head cache: a request whose head (request line and headers) was seen before is answered without parsing it.
 
-A client sends the same head with every request; only the number in Content-Length changes. After a request was parsed,
-authorized and validated, `cache_head` stores a handler under the bytes of its head. A later request with the same bytes
-needs only its body, and its handler answers with callbacks, which costs no asyncio task. Heads that change how the body
-or the connection is read (encoding, Expect, upgrade, chunks, `Connection: close`) are never cached.
+Clients send the same head with every request, but for the number in Content-Length. After a request was validated,
+`cache_head` stores a handler under its head; it answers later ones with callbacks, which costs no asyncio task. Heads
+that change how the body or the connection is read (encoding, Expect, upgrade, chunks, close) are never cached.
 """
 
 import re
@@ -19,9 +18,10 @@ from vitx.serve.http.asgi import CONNECTION, Reply, head_of, lines_of
 from vitx.serve.http.connection import END_OF_HEAD, HttpProtocol
 from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
 
-# Answers a request with this body by calling `HeadCacheProtocol.reply`, now or later. Returns a function that cancels
-# the request, called if the client hangs up before the reply.
-CachedHandler = Callable[["HeadCacheProtocol", bytes], Callable[[], object] | None]
+# Begins a request: returns what answers it, once its body is there, by calling `HeadCacheProtocol.reply`, now or later;
+# and what cancels it, called if the connection ends before the reply.
+Answer = Callable[[bytes], object]
+CachedHandler = Callable[["HeadCacheProtocol"], tuple[Answer, Callable[[], object]]]
 
 _HEAD = "vitx.head"  # scope key of the request's head, as received
 _MAX_HEAD_BYTES, _MAX_HEADS = 2048, 1024
@@ -39,7 +39,7 @@ class HeadCacheProtocol(HttpProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head: bytes | None = None  # of the request that is being parsed
-        self._incoming: tuple[int, CachedHandler] | None = None  # the length of the body, and what answers it
+        self._incoming: tuple[int, Answer] | None = None  # the length of the body, and what answers it
         self._pieces: list[bytes] = []
         self._replying = False
         self._close_after_reply = False  # the server shuts down
@@ -53,7 +53,9 @@ class HeadCacheProtocol(HttpProtocol):
             super().data_received(data)
         else:
             self._stop_timer()
-            self._collect_body(*found)
+            length, handler, rest = found
+            answer, self.on_lost = handler(self)
+            self._collect_body(length, answer, rest)
 
     def _find(self, data: bytes) -> tuple[int, CachedHandler, bytes] | None:
         """Of the cached head that `data` begins with the length of the body, its handler, and the data behind it."""
@@ -71,11 +73,11 @@ class HeadCacheProtocol(HttpProtocol):
                 self._head = head
         return None
 
-    def _collect_body(self, length: int, handler: CachedHandler, data: bytes) -> None:
-        """Collect the body; once it is complete, call the handler."""
+    def _collect_body(self, length: int, answer: Answer, data: bytes) -> None:
+        """Collect the body; once it is complete, answer the request."""
         missing = length - self._received
         if len(data) < missing:
-            self._incoming = length, handler
+            self._incoming = length, answer
             self._pieces.append(data)
             self._in_head = False
             self._received += len(data)
@@ -91,9 +93,7 @@ class HeadCacheProtocol(HttpProtocol):
         if self._pieces:
             data, self._pieces = b"".join((*self._pieces, data)), []
         self._replying = True
-        cancel = handler(self, data)
-        if self._replying:  # the handler has not replied yet
-            self.on_lost = cancel
+        answer(data)
 
     def on_headers_complete(self) -> None:
         scope: Any = self.scope  # its type knows no key of ours

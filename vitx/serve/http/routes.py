@@ -3,7 +3,7 @@
 Sources: Triton's docs/protocol/extension_{model_configuration,model_repository,shared_memory,statistics}.md.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
@@ -19,7 +19,6 @@ from vitx.serve.http import openapi as api
 from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import managed
-from vitx.serve.models.served_model import ServedModel
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json_object
 from vitx.serve.server_core import ServerCore
@@ -92,26 +91,24 @@ def _page(name: str) -> Answer:
 def _model_routes(core: ServerCore, add: Add) -> None:
     models = core.models
 
-    def of_model(name: str, summary: str, path: str, answer: Callable[[ServedModel], Any], **described: Any) -> None:
+    def of_model(name: str, summary: str, path: str, answer: Callable[..., Any], **described: Any) -> None:
         def of_one(request: Request) -> Any:
-            return answer(models.get(request.path_params["model"], request.path_params.get("version")))
+            version = request.path_params.get("version")
+            return answer(models.get(request.path_params["model"], version), version)
 
         paths = [root + path for root in api.MODEL_PATHS]
         add(name, summary, of_one, *paths, errors=api.UNAVAILABLE, **described)
-
-    def statistics(models: Iterable[ServedModel]) -> dict[str, Any]:
-        return {"model_stats": [model.statistics() for model in models]}
 
     add("server_metadata", "The server's name, version and extensions", lambda _: core.about(), "/v2", reply=api.OBJECT)
     add("server_live", "Whether the process answers", lambda _: None, "/v2/health/live")
     add("server_ready", "Whether every model is warm", lambda _: models.ready, "/v2/health/ready", errors=(503,))
     every, path = "Statistics of every model", "/v2/models/stats"
-    add("every_statistics", every, lambda _: statistics(models), path, reply=api.STATISTICS)
+    add("every_statistics", every, lambda _: models.statistics(), path, reply=api.STATISTICS)
     tensors = "Its tensors, certificate and provenance"
-    of_model("model_metadata", tensors, "", lambda of: of.metadata(models.versions(of.name)), reply=api.OBJECT)
-    of_model("model_ready", "Whether a model takes requests", "/ready", lambda of: of.fault is None)
-    of_model("model_config", "A model's configuration", "/config", ServedModel.config, reply=api.OBJECT)
-    of_model("model_statistics", "A model's statistics", "/stats", lambda of: statistics([of]), reply=api.STATISTICS)
+    of_model("model_metadata", tensors, "", lambda of, _: of.metadata(models.versions(of.name)), reply=api.OBJECT)
+    of_model("model_ready", "Whether a model takes requests", "/ready", lambda of, _: of.fault is None)
+    of_model("model_config", "A model's configuration", "/config", lambda of, _: of.config(), reply=api.OBJECT)
+    of_model("model_statistics", "A model's statistics", "/stats", models.statistics, reply=api.STATISTICS)
 
 
 def _memory_routes(core: ServerCore, add: Add) -> None:

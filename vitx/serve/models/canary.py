@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate, Verdict
@@ -23,11 +24,10 @@ _SHARE_OF_STD = 1e-3  # allowed error in standard deviations of the logits, for 
 def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
     """Return uint8 (count, *shape), the same on every machine; `shape` is (height, width, channels)."""
     height, width, channels = shape
-    colours = np.random.default_rng(0).integers(0, 256, (count, _PATCHES + 1, _PATCHES + 1, channels))
-    places = (np.linspace(0, _PATCHES, side, endpoint=False)[:, None] for side in (height, width))
-    # (side, colours): the share of each colour in a pixel, by linear interpolation.
-    rows, columns = (np.maximum(0, 1 - np.abs(place - np.arange(_PATCHES + 1))) for place in places)
-    return np.asarray(np.einsum("hi,nijc,wj->nhwc", rows, colours, columns), dtype=np.uint8)
+    colours = np.random.default_rng(0).integers(0, 256, (count, channels, _PATCHES, _PATCHES), dtype=np.uint8)
+    size, kind = (width, height), Image.Resampling.BILINEAR
+    planes = [[np.asarray(Image.fromarray(plane).resize(size, kind)) for plane in image] for image in colours]
+    return np.moveaxis(np.asarray(planes), 1, -1)
 
 
 class Canary:

@@ -1,19 +1,22 @@
 """A model in service (bundle, session, certificate, batcher), and the set of models of one server."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from vitx.core.certificate import Certificate
 from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.batcher import Batcher
+from vitx.serve.batching.batcher import Batcher, OnLogits, record_times
+from vitx.serve.callbacks import awaited, settle
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.models.loading import ModelKey, WarmModel, infer_rows
 from vitx.serve.models.response_cache import ModelCache, ResponseCache
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.infer import Contract, InferRequest
 
 # Keys of a certificate and of provenance whose value may be a path that is not absolute, or an address.
@@ -74,17 +77,34 @@ class ServedModel:
         seconds = self.batcher.batching.timeout if seconds is None else seconds
         return None if seconds is None else started + seconds
 
+    def start(
+        self, request: InferRequest, deadline: float | None, record: RequestRecord, on_rows: OnLogits
+    ) -> Callable[[], object]:
+        """Call back with the rows (see `Contract`), from the cache or the batcher; return what cancels that.
+
+        Raises what `Batcher.enqueue` does.
+        """
+        known, keep = (None, None) if self.cache is None else self.cache.find(request.images.data, request.further)
+        if known is not None:
+            record.images = len(known)
+            return asyncio.get_running_loop().call_soon(on_rows, known).cancel
+
+        def on_logits(rows: Float32Array | Exception) -> None:
+            if not isinstance(rows, Exception):
+                record_times(record, submission.parts)
+                if keep is not None:
+                    keep(rows)
+            on_rows(rows)
+
+        batcher = self.batcher_of(request.further)
+        submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
+        return submission.cancel
+
     async def infer(self, request: InferRequest, deadline: float | None) -> Float32Array:
-        """The rows (see `Contract`) for a request, from the cache or the batcher; raises what `Batcher.submit` does."""
-        rows, keep = (None, None) if self.cache is None else self.cache.find(request.images.data, request.further)
-        if rows is None:
-            batcher = self.batcher_of(request.further)
-            rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
-            if keep is not None:
-                keep(rows)
-        elif (record := CURRENT_RECORD.get()) is not None:
-            record.images = len(rows)
-        return rows
+        """`start`, for the request of the present task."""
+        reply: asyncio.Future[Float32Array] = asyncio.get_running_loop().create_future()
+        record = CURRENT_RECORD.get() or RequestRecord("")
+        return await awaited(reply, self.start(request, deadline, record, partial(settle, reply)))
 
     @property
     def queued(self) -> int:
@@ -129,10 +149,6 @@ class ServedModel:
         """`GET /v2/models/NAME/config`."""
         batching = self.batcher.batching
         return self.contract.config(batching.max_batch, batching.preferred or (self.batcher.full_batch,))
-
-    def statistics(self) -> dict[str, Any]:
-        """One entry of Triton's `model_stats`."""
-        return self.batcher.statistics.as_json(*self.key)
 
     def stats(self) -> dict[str, Any]:
         """The model's entry in `/v1/stats`, from which the page draws its charts; counters since the start."""
@@ -185,7 +201,7 @@ class ModelSet:
         self._expected = dict.fromkeys(expected)  # an ordered set
         self._on_change = on_change
         self._cache = cache
-        self.draining = False
+        self.draining = 0.0  # since when, time.monotonic()
         self.leaving = False
         self._models: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
@@ -210,6 +226,11 @@ class ModelSet:
     def versions(self, name: str) -> list[str]:
         """The loaded versions of a model, ascending."""
         return sorted((version for of, version in self._models if of == name), key=int)
+
+    def statistics(self, of: ServedModel | None = None, version: str | None = None) -> dict[str, Any]:
+        """Triton's, of every version of a model, or of that one if it was named; of every model without one."""
+        named = [model for model in self if of is None or (model if version else model.name) in (of, of.name)]
+        return {"model_stats": [model.batcher.statistics.as_json(*model.key) for model in named]}
 
     def loaded(self, key: ModelKey) -> ServedModel | None:
         return self._models.get(key)
@@ -255,12 +276,13 @@ class ModelSet:
         self._find_newest(model.name)
         self._retire(model, retire_seconds)
 
-    def get(self, name: str | None, version: str | None = None) -> ServedModel:
+    def get(self, name: str | None, version: str | None = None, started: float = math.inf) -> ServedModel:
         """Return a model: the only one if `name` is None, the highest version if `version` is None.
 
-        Raises RequestError: 404 for an unknown model, 503 while it loads or the server drains.
+        Raises RequestError: 404 for an unknown model, 503 while it loads, or if the server drained when the request
+        `started`.
         """
-        if self.draining:
+        if self.draining and not started < self.draining:
             raise unavailable("the server is shutting down", "draining")
         if name is None:
             name = self._only_name()

@@ -1,8 +1,7 @@
 """The access log: one JSON object a line and request. The event loop makes the line, a thread writes it.
 
-The lines are made where the requests end: a thread that makes many at once holds the interpreter for milliseconds, in
-which no request is answered. The handlers of `logging` are not used: a write for each line costs half as much again,
-their queue's thread cannot be given up on a disk that hangs, and with both mended they take more lines than this.
+The lines are made where the requests end: a thread that makes many at once holds the interpreter for milliseconds. The
+handlers of `logging` write each line by itself, and their thread cannot be given up on a disk that hangs.
 """
 
 import random

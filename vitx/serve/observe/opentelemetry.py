@@ -1,8 +1,7 @@
 """OpenTelemetry traces over OTLP/HTTP: a span for each request, with its phases as child spans.
 
-The spans are made after a request has ended, from the times in its record, so that they cost nothing before its reply.
-The parent is the client's `traceparent` (W3C Trace Context), which also decides whether the request is sampled. Without
-one every request is sampled, unless OTEL_TRACES_SAMPLER says otherwise.
+The spans are made after a request has ended, from the times in its record. The parent is the client's `traceparent`
+(W3C Trace Context), which decides about sampling too; without one every request is, but for OTEL_TRACES_SAMPLER.
 """
 
 import time

@@ -214,14 +214,14 @@ class Server:
     async def _drain(self) -> None:
         """Let the requests in flight finish, then stop the HTTP server."""
         models, seconds = self._core.models, self._core.limits.drain_seconds
+        models.leaving = True
         if self._link is not None:  # leave new connections to the other workers, answer and close the open ones
-            models.leaving = True
             for server in getattr(self._uvicorn, "servers", ()):
                 server.close()
             end = time.monotonic() + _LINGER_SECONDS
             while self._uvicorn.server_state.connections and time.monotonic() < end:
                 await asyncio.sleep(0.02)
-        models.draining = True
+        models.draining = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
                 await models.idle()

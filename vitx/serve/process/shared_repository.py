@@ -18,9 +18,8 @@ _NOTIFY_SECONDS = 5.0  # for another worker to note a refusal
 class SharedRepository(Repository):
     """A Repository whose `load` and `unload` apply to every worker.
 
-    The worker that was asked does it first, while the others wait; if it refuses, nothing changes anywhere. Then the
-    others follow, one after another. Workers that start later skip unloaded models. What the asked worker refuses is in
-    the index of all.
+    The worker that was asked does it first; if it refuses the first version, nothing changes anywhere. Then the others
+    follow, one after another. Workers that start later skip unloaded models. What is refused is in the index of all.
     """
 
     def __init__(self, siblings: Siblings, *given: Any) -> None:
@@ -46,18 +45,23 @@ class SharedRepository(Repository):
 
         async def do() -> None:
             async with self._siblings.exclusive():
+                before, refused = [*self._models], None
                 try:
                     await work(self, name)
-                except RequestError:
+                except RequestError as refusal_here:
+                    refused = refusal_here
                     for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
                         await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
-                    raise
+                    if [*self._models] == before:
+                        raise
                 what = work.__name__
                 self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
                 for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
-                    if error := json.loads(data)["error"]:
+                    if refused is None and (error := json.loads(data)["error"]):
                         others = f"other workers did {what} '{name[:80]}': ask again"
                         raise unavailable(f"worker {index}: {error}; {others}", "load_refused")
+                if refused is not None:
+                    raise refused
 
         task = asyncio.create_task(do())
         self._tasks.add(task)

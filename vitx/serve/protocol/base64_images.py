@@ -54,5 +54,5 @@ def _decoded(body: bytes, start: int, stop: int) -> bytes | RequestError:
         if left:
             raise binascii.Error("Incorrect padding")
     except (binascii.Error, ValueError) as error:
-        return RequestError(f"not base64: {error}")
+        return RequestError(f"not base64: {error}", reason="bad_image")
     return b"".join(pieces)

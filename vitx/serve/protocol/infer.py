@@ -22,7 +22,7 @@ from vitx.core.probabilities import top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits
-from vitx.serve.protocol.json_pixels import cut_out_data, pixels_of
+from vitx.serve.protocol.json_pixels import CUT_OUT, cut_out_data, pixels_of
 from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
     Region,
@@ -218,7 +218,7 @@ class ParsedHeader:
             raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
         if "data" not in self.tensor:
             raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
-        cut_out = self.tensor["data"] is None  # else another's was, or it is no array
+        cut_out = self.tensor["data"] == CUT_OUT  # else another's was, or it is no array
         return pixels_of(data if cut_out else b"", self.shape, contract.input_name)
 
 

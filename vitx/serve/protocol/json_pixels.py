@@ -1,13 +1,13 @@
 """Pixels that a request brings as JSON, read a piece at a time.
 
-`json.loads` holds the interpreter for as long as it parses, 0.1 s and more for a few megabytes, and nested lists of
-nothing cost a hundred times their text. So the array is cut out of the body unparsed; only what stands around it
-is parsed. Once that has told the shape, the array is compared with what the shape can need, and read in pieces.
+`json.loads` holds the interpreter for as long as it parses, and nested lists of nothing cost a hundred times their
+text. So the array is cut out unparsed; once what stands around it has told the shape, it is read in pieces.
 """
 
 import json
 import math
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,11 +22,12 @@ _BYTES_OF_A_NUMBER = 16
 _PIECE_BYTES = 64 * 2**10
 _DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
+CUT_OUT = secrets.token_hex()  # stands for the array, and nobody can send it
 _DATA = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
 
 def cut_out_data(body: bytes) -> tuple[bytes, memoryview]:
-    """Return the JSON with null in place of the array "data", and the array's text, empty if there is none.
+    """Return the JSON with `CUT_OUT` in place of the first array "data", and the array's text, empty if there is none.
 
     Raises RequestError 413 if more than `SMALL_BYTES` would be left to parse.
     """
@@ -40,7 +41,7 @@ def cut_out_data(body: bytes) -> tuple[bytes, memoryview]:
     if (left := len(body) - (stop - start)) > SMALL_BYTES:  # before anything is copied
         raise too_large(f"{left} bytes of JSON besides the pixels: at most {SMALL_BYTES}")
     data = memoryview(body)[start:stop]  # it may be 60 MiB, and be refused for that
-    return (body[:start] + b"null" + body[stop:] if data else body), data
+    return (body[:start] + b'"%b"' % CUT_OUT.encode() + body[stop:] if data else body), data
 
 
 def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UInt8Array:
