@@ -76,3 +76,20 @@ def test_a_name_that_is_too_long_is_an_error_of_the_user_s(arguments: tuple[str,
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.endswith("': File name too long\n")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "run", "--data", ""],
+        ["predict", "bundle", "", "--out", "out"],
+        ["analyze", "run", "--out", "report", "--data", ""],
+        ["parity", "run", "bundle", "--data", ""],
+    ],
+)
+def test_an_empty_data_set_is_not_the_default_one(command: list[str], tmp_path: Path) -> None:
+    """As of a variable of the shell's that is not set."""
+    program = "from vitx.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "it is empty" in ended.stderr or "at least 1 character" in ended.stderr

@@ -18,12 +18,20 @@ from vitx.core import options as shared
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.options import Options
 
+
+def not_empty(given: str | None) -> str | None:
+    """A script whose variable is not set would get another data set than it means."""
+    if given == "":
+        raise typer.BadParameter("it is empty: is a variable not set?")
+    return given
+
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, made by `vitx train`.")]
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle, made by `vitx export`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out, and count them.")]
-Data = Annotated[str | None, typer.Option("--data", help=shared.DATA_HELP)]
+Data = Annotated[str | None, typer.Option("--data", help=shared.DATA_HELP, callback=not_empty)]
 Which = Annotated[shared.Checkpoint, typer.Option("--checkpoint", help=shared.CHECKPOINT_HELP)]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help=shared.DEVICE_HELP)]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help=shared.THREADS_HELP)]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitx.cli.options import BundleArgument, Json, Quiet, from_records
+from vitx.cli.options import BundleArgument, Json, Quiet, from_records, not_empty
 from vitx.predict.options import PredictOptions
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ INPUT_HELP = "A folder of images, a pattern, a list of paths (.txt), a .tar or .
 @from_records("predict")
 def command(
     bundle: BundleArgument,
-    source: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT_HELP)],
+    source: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT_HELP, callback=not_empty)],
     out: Annotated[str, typer.Option("--out", help="Folder, or URL of an object store, for predictions.parquet/.")],
     options: PredictOptions,
     as_json: Json = False,

@@ -53,7 +53,7 @@ Checkpoint = Literal["best", "last", "best-raw", "last-raw"]
 CHECKPOINT_HELP = "Which checkpoint of the run; raw: the weights as trained, not their average."
 THREADS_HELP = "Threads of one session. Default: all cores."
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Field(description=DEVICE_HELP)]
-DataOption = Annotated[str | None, Field(description=DATA_HELP)]
+DataOption = Annotated[str | None, Field(description=DATA_HELP, min_length=1)]
 CheckpointOption = Annotated[Checkpoint, Field(description=CHECKPOINT_HELP)]
 Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1, le=1024)]
 RuntimeOption = Annotated[
