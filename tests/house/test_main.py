@@ -78,6 +78,19 @@ def test_a_name_that_is_too_long_is_an_error_of_the_user_s(arguments: tuple[str,
     assert ended.stderr.count("\n") == 1
 
 
+def test_a_name_that_is_not_utf_8_is_an_error_of_the_user_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vitx.cli, "app", lambda: os.fsdecode(b"runs/\xff").encode())
+    with pytest.raises(SystemExit) as ended:
+        vitx.cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: a name that is not UTF-8 cannot be used here: 'runs/\\udcff'\n"
+    monkeypatch.setattr(vitx.cli, "app", lambda: "ä".encode("ascii"))
+    with pytest.raises(UnicodeEncodeError):  # a fault of ours
+        vitx.cli.main()
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -135,6 +135,11 @@ def main() -> None:
             raise
         print(f"error: cannot use{where}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
+    except UnicodeEncodeError as error:
+        if not any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
+            raise
+        print(f"error: a name that is not UTF-8 cannot be used here: {error.object!a}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
