@@ -144,4 +144,4 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
