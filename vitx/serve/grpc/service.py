@@ -65,7 +65,7 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         "ModelReady": lambda asked: {"ready": models.is_ready(asked.name, asked.version or None)},
         "ModelMetadata": lambda asked: named(asked).contract.metadata(models.versions(asked.name)),
         "ModelConfig": lambda asked: {"config": named(asked).config()},
-        "ModelStatistics": lambda asked: models.statistics((asked.name and named(asked)) or None, asked.version),
+        "ModelStatistics": lambda asked: models.statistics(named(asked) if asked.name else None, asked.version),
         "RepositoryIndex": lambda asked: {"models": managed(repository).index(ready=asked.ready)},
         "RepositoryModelLoad": lambda asked: managed(repository, asked.parameters).load(asked.model_name),
         "RepositoryModelUnload": lambda asked: managed(repository, asked.parameters).unload(asked.model_name),

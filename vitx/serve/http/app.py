@@ -31,7 +31,6 @@ from vitx.serve.http.asgi import (
     start_task,
 )
 from vitx.serve.http.classify import Classifier
-from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.gate import check_allowed
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
@@ -98,7 +97,8 @@ class App:
                     scope["app"] = self  # else the router would answer itself what it does not find
                     await self._other(scope, receive, observed)
             except ClientGone:
-                self._gone(record, scope[CONNECTION], scope["method"], scope["path"])
+                if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
+                    self._metrics.reject("disconnected", record.model or "")
                 return
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = self._error_reply(error, scope["path"], record)
@@ -111,6 +111,7 @@ class App:
                 route = found[0] if found else getattr(scope.get("endpoint"), "__name__", "other")
                 seconds = time.monotonic() - record.started if found and may_ask else None
                 self._metrics.answer(route, status, seconds, record.model or "")
+            if status != CLIENT_GONE or not scope[CONNECTION].slow:
                 self._observe(record, scope["method"], scope["path"], status)
             if generation is not None:
                 generation.leave()
@@ -206,15 +207,11 @@ class App:
         def cancel() -> None:
             cancel_work()
             generation.leave()
-            self._gone(record, connection, "POST", path)
+            if not connection.slow:
+                self._metrics.reject("disconnected", record.model or "")
+                self._observe(record, "POST", path, CLIENT_GONE)
 
         return answer, cancel
-
-    def _gone(self, record: RequestRecord, connection: HttpProtocol, method: str, path: str) -> None:
-        """Count a client that has hung up; a request that was too slow is counted already."""
-        if not connection.slow:
-            self._metrics.reject("disconnected", record.model or "")
-            self._observe(record, method, path, CLIENT_GONE)
 
     def _observe(self, record: RequestRecord, method: str, path: str, status: int) -> None:
         for observer in self._observers:

@@ -229,8 +229,8 @@ class ModelSet:
 
     def statistics(self, of: ServedModel | None = None, version: str | None = None) -> dict[str, Any]:
         """Triton's, of every version of a model, or of that one if it was named; of every model without one."""
-        named = [model for model in self if of is None or (model if version else model.name) in (of, of.name)]
-        return {"model_stats": [model.batcher.statistics.as_json(*model.key) for model in named]}
+        named = [each for each in self if of in (None, each) or (not version and each.name == of.name)]
+        return {"model_stats": [each.batcher.statistics.as_json(*each.key) for each in named]}
 
     def loaded(self, key: ModelKey) -> ServedModel | None:
         return self._models.get(key)
