@@ -4,11 +4,13 @@ import json
 import multiprocessing
 import os
 import runpy
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -52,9 +54,11 @@ def context() -> ForkServerContext:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to outgoing connections: one of these may be taken before it is listened on."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(20_000)))
+            return port
 
 
 def start_all(function: Callable[..., None], count: int, *arguments: Any) -> None:
