@@ -128,6 +128,10 @@ KNOWN = "known are binary_data_output, priority, timeout"
             "'priority' is True: expected a whole number of 0 or more",
         ),
         (
+            set_parameter(lambda m: m.inputs[0], "binary_data_size", int64_param=5),
+            "'binary_data_size' is 5, but 24 bytes follow the JSON header",
+        ),
+        (
             lambda m: m.outputs.add(name="scores"),
             "unexpected inference output 'scores' for model 'tiny': its output is 'logits'",
         ),

@@ -45,7 +45,7 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
                 "name": tensor.name,
                 "datatype": tensor.datatype,
                 "shape": list(tensor.shape[:_SIDES]),  # a longer one is refused as well
-                "parameters": {**_parameters(tensor.parameters), **size},
+                "parameters": {**size, **_parameters(tensor.parameters)},
             }
             for tensor in request.inputs
         ],
