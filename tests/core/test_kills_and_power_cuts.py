@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from epoch_row import epoch_row
 
 from bundle_fixture import (
     LABELS,
@@ -21,6 +20,7 @@ from bundle_fixture import (
     tiny_graph,
     write_bundle,
 )
+from epoch_row import epoch_row
 from faulty_disk import assert_old_or_new
 from vitx.core.bundle import Bundle
 from vitx.core.files import make_folder

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from epoch_row import epoch_row
 
 from cli_fixture import Vitx
+from epoch_row import epoch_row
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder

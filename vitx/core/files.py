@@ -149,9 +149,13 @@ def read_record(path: Path, schema: type[RecordT]) -> RecordT:
     try:
         return schema.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{path} is not a valid {schema.__name__}: {place}: {first['msg']}") from None
+        raise InputError(f"{path} is not a valid {schema.__name__}: {first_fault(error, 'the file')}") from None
+
+
+def first_fault(error: ValidationError, whole: str) -> str:
+    """The field that is wrong, or `whole` where none can be named, and why."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 class SealedRecord(Record):

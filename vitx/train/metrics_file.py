@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vitx.core.errors import InputError
+from vitx.core.files import first_fault
 
 
 class _Scores(BaseModel):
@@ -37,9 +38,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         for line in lines:
             _Line.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors()[0]
-        what = ".".join(map(str, first["loc"])) or "JSON"
-        raise InputError(
-            f"{path} holds a line that is not an epoch's metrics ({what}: {first['msg']}): restore it, or train anew"
-        ) from None
+        what = f"a line that is not an epoch's metrics ({first_fault(error, 'JSON')})"
+        raise InputError(f"{path} holds {what}: restore it, or train anew") from None
     return [json.loads(line) for line in lines]

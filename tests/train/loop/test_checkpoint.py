@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from epoch_row import epoch_row
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from epoch_row import epoch_row
 from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.core.errors import InputError
 from vitx.core.files import link_atomically, write_json
@@ -321,6 +321,8 @@ LINE = json.dumps(epoch_row(1)).encode()
     [
         (b"not json", "JSON: Invalid JSON"),
         (b"[]", "JSON: Input should be"),
+        (b'{"top1": 1}', "top5: Field required"),
+        (b'{"epoch": "1"}', "top1: Field required"),
         (LINE[:-1], "JSON: Invalid JSON"),
         (LINE[:20] + b"\xf4" + LINE[21:], "JSON: Invalid JSON"),
         (LINE.replace(b'"nll"', b'"nln"', 1), "nll: Field required"),
@@ -332,7 +334,8 @@ LINE = json.dumps(epoch_row(1)).encode()
 )
 def test_a_line_that_is_no_epoch_is_named(run: RunFolder, text: bytes, what: str) -> None:
     run.metrics_path.write_bytes(text + b"\n")
-    with pytest.raises(InputError, match=rf"metrics\.jsonl holds a line .* epoch's metrics \({what}.*: restore it, or"):
+    said = rf"metrics\.jsonl holds a line that is not an epoch's metrics \({what}.*: restore it, or"
+    with pytest.raises(InputError, match=said):
         read_metrics(run.metrics_path, 1)
 
 

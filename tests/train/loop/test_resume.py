@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from epoch_row import epoch_row
 
 from cli_fixture import Vitx
+from epoch_row import epoch_row
 from training_jobs import (
     TINY,
     TINY_SETTINGS,

@@ -176,26 +176,25 @@ class GrpcServer:
             if isinstance(request, RequestError):
                 raise request
             response = await call(request, context)
-            seconds = time.monotonic() - record.started if route in _TIMED else None
             status, record.sent = 200, response.ByteSize() if self._core.observers else None
-            self._metrics.answer(route, status, seconds, record.model or "")
             return response
         except asyncio.CancelledError:  # by the call's deadline, or by the client
             passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
             self._metrics.reject("deadline" if passed else "disconnected", record.model or "")
             status = 503 if passed else CLIENT_GONE
-            if passed:
-                self._metrics.answer(route, status, model=record.model or "")
             raise
         except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
             error = self._core.failure(failure, route, record)
             status = error.status
-            self._metrics.answer(route, status, model=record.model or "")
             raise error from None
         finally:
             generation.leave()
+            seconds = time.monotonic() - record.started
+            if status != CLIENT_GONE:
+                timed = seconds if status == 200 and route in _TIMED else None
+                self._metrics.answer(route, status, timed, record.model or "")
             for observer in self._core.observers:
-                observer.write(record, "gRPC", route, status, time.monotonic() - record.started)
+                observer.write(record, "gRPC", route, status, seconds)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
@@ -203,9 +202,11 @@ class GrpcServer:
         window = asyncio.Semaphore(_STREAM_WINDOW)
         try:  # also of each request; a stream without any would stay open
             self._core.tokens.check("inference", _metadata(context, "authorization"))
-        except RequestError as error:
-            self._metrics.answer("grpc.ModelStreamInfer", error.status)
-            await _abort(context, self._core.failure(error, "grpc.ModelStreamInfer", RequestRecord("")))
+        except RequestError as refusal:
+            try:
+                await self._counted("grpc.ModelStreamInfer", self._calls["ModelInfer"][1], refusal, context)
+            except RequestError as error:
+                await _abort(context, error)
         reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
         self._in_flight.enter()
         self._streams.add(replies)
