@@ -87,6 +87,21 @@ def test_requests_need_the_token(guarded: ServerProcess) -> None:
     assert guarded.request("POST", "/v2/repository/index", b"", bearer(MANAGEMENT))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), (bearer(TOKEN) | {"host": "x.example"}, 403), (bearer(TOKEN) | {"content-type": "text/plain"}, 415)],
+)
+def test_who_sends_a_large_body_before_reading_reads_why_it_was_refused(
+    guarded: ServerProcess, headers: dict[str, str], status: int
+) -> None:
+    connection = guarded.connect()
+    for path, body, expected in ((INFER_PATH, bytes(30_000_000), status), ("/v2/health/live", None, 200)):
+        connection.request("GET" if body is None else "POST", path, body, headers if body else {})
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == expected
+
+
 def test_grpc_calls_need_the_token(guarded: ServerProcess) -> None:
     with triton.InferenceServerClient(grpc_address(guarded)) as client:
         assert client.is_server_live()

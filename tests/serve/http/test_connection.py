@@ -374,7 +374,7 @@ def test_a_head_that_begins_behind_a_whole_request_has_its_time() -> None:
     run(test)
 
 
-def test_a_body_that_goes_on_after_its_answer_ends_with_its_limit() -> None:
+def test_a_body_that_goes_on_after_its_answer_ends_with_twice_its_limit() -> None:
     async def test() -> None:
         server = Server(body_bytes=100)
 
@@ -396,7 +396,7 @@ def test_a_body_that_goes_on_after_its_answer_ends_with_its_limit() -> None:
         protocol.app = answers_at_once
         protocol.data_received(head.replace(b"100", b"900") + b"\r\n\r\n")
         await settled()
-        protocol.data_received(body)
+        protocol.data_received(2 * body)
         assert not transport.closed
         protocol.data_received(b"x")
         assert transport.closed

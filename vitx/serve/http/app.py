@@ -102,9 +102,8 @@ class App:
                 return
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = self._error_reply(error, scope["path"], record)
-            if reply is not None:
-                # What may not ask is not read.
-                await send_reply(observed, reply, close=not may_ask or self._models.leaving)
+            if reply is not None:  # the connection drops what it has not read of the body
+                await send_reply(observed, reply, close=self._models.leaving)
         finally:
             CURRENT_RECORD.reset(token)
             if status != CLIENT_GONE:

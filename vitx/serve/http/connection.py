@@ -279,7 +279,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
         super().on_body(body)
-        if self.cycle.response_complete and self._received > self.limits.body_bytes:
+        if self.cycle.response_complete and self._received > 2 * self.limits.body_bytes:
             self._close()  # it was answered, and might never end
 
     def on_message_complete(self) -> None:
