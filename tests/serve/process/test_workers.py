@@ -32,6 +32,14 @@ def workers_of(server: ServerProcess) -> list[int]:
     return [int(pid) for pid in children.split()]
 
 
+def has_open(pid: int, file: Path) -> bool:
+    found = False
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed in the meantime
+            found = found or os.readlink(descriptor) == str(file)
+    return found
+
+
 def reporting(server: ServerProcess) -> float:
     """Workers whose metrics are in the exposition."""
     return server.metric("vitx_model_info{")
@@ -92,6 +100,48 @@ def test_hangup_replaces_every_worker_and_loses_no_request(tiny_bundle: Bundle) 
             wait_until(lambda: answered() > 50)
             server.process.send_signal(signal.SIGHUP)
             wait_until(lambda: len(workers_of(server)) == 2 and not before & set(workers_of(server)))
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+def test_a_hangup_while_workers_are_replaced_replaces_the_new_ones_too(tiny_bundle: Bundle, ready: int) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        known = set(workers_of(server))
+        server.process.send_signal(signal.SIGHUP)
+        for _ in range(ready + 1):  # the replacement of the first or of the last worker starts
+            wait_until(lambda: bool(set(workers_of(server)) - known))
+            known |= set(workers_of(server))
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: len(workers_of(server)) == 2 and not known & set(workers_of(server)), 40)
+        assert reporting(server) == 2
+        assert server.stop() == 0
+
+
+def test_a_worker_that_dies_while_it_is_replaced_is_replaced_once(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        before = set(workers_of(server))
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: len(workers_of(server)) == 3)
+        os.kill(min(before), signal.SIGKILL)
+        wait_until(lambda: len(workers_of(server)) == 2 and not before & set(workers_of(server)), 40)
+        assert reporting(server) == 2
+        assert server.stop() == 0
+
+
+def test_a_worker_that_starts_opens_the_access_log_that_was_rotated_meanwhile(
+    tmp_path: Path, tiny_bundle: Bundle
+) -> None:
+    log = tmp_path / "access.log"
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1", "--access-log", log) as server:
+        before = workers_of(server)
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server))
+        (new,) = set(workers_of(server)) - set(before)
+        wait_until(lambda: has_open(new, log))
+        log.rename(tmp_path / "access.log.1")
+        server.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: reporting(server) == 2)
+        wait_until(lambda: has_open(new, log))
+        assert server.stop() == 0
 
 
 def test_sigterm_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:

@@ -71,6 +71,7 @@ class _Worker:
     ready: bool = False
     stopping: bool = False
     heard: float = 0.0  # its last sign of life, time.monotonic()
+    missed: set[int] = field(default_factory=set)  # signals that are for it, but came before it was ready
 
     def drain(self) -> None:
         self.stopping = True
@@ -80,8 +81,8 @@ class _Worker:
 def supervise(options: ServeOptions) -> int:
     """Claim the ports, and keep processes with this process's own command line serving there; return the exit code.
 
-    SIGTERM and SIGINT drain the workers, a second one kills them. SIGHUP replaces them one after another, without a
-    gap; with gRPC it is passed on, as SIGUSR1 is. Raises what `claim_port` raises.
+    SIGTERM and SIGINT drain the workers, a second one kills them. SIGHUP replaces all that run by then one after
+    another, without a gap; with gRPC it is passed on, as SIGUSR1 is. Raises what `claim_port` raises.
     """
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
@@ -106,6 +107,7 @@ class _Supervisor:
     folder: Path
     workers: list[_Worker] = field(default_factory=list)
     to_replace: list[_Worker] = field(default_factory=list)
+    hung_up: bool = False  # a SIGHUP came, after which none was replaced yet
     announced: bool = False
     stopping: bool = False
     exit_code: int = 0
@@ -156,16 +158,18 @@ class _Supervisor:
         worker.ready = True
         if self.stopping:
             return
-        if worker.replaces is not None:
-            if worker.replaces in self.workers:
-                worker.replaces.drain()
-            self._replace_next()
+        for number in worker.missed:
+            worker.process.send_signal(number)
+        if worker.replaces in self.workers:
+            worker.replaces.drain()
+        worker.replaces = None
         if not self.announced and len(self.workers) < self.count:
             for index in range(1, self.count):
                 self._start(index)
         elif not self.announced and all(each.ready for each in self.workers):
             self.announced = True
             print(self.serving, flush=True)
+        self._replace_next()
 
     def _on_death(self, worker: _Worker) -> None:
         self.loop.remove_reader(worker.link)
@@ -182,10 +186,11 @@ class _Supervisor:
         elif not self.announced:
             self.exit_code = code if code > 0 else 1
             self._drain()
-        elif worker.replaces is not None and not worker.ready:
+        elif worker.replaces in self.workers:
             log(f"vitx: the replacement of worker {worker.index} {_ended(code)}: the workers that run stay")
             self.to_replace.clear()
-        else:
+            self._replace_next()
+        elif not any(each.replaces is worker for each in self.workers):
             pause = 0.0 if worker.ready else min(_LONGEST_PAUSE, 2 * worker.pause or 1.0)
             self.loop.call_later(pause, self._start, worker.index, None, pause)
             log(f"vitx: worker {worker.index} (process {worker.process.pid}) {_ended(code)}: another one is started")
@@ -215,14 +220,20 @@ class _Supervisor:
         for worker in self.workers:
             if worker.ready:
                 worker.process.send_signal(number)
+            else:
+                worker.missed.add(number)
 
     def _replace_all(self, number: int) -> None:
-        if self.announced and not self.stopping and not self.to_replace:
-            log("vitx: every worker is replaced, one after another")
-            self.to_replace = list(self.workers)
-            self._replace_next()
+        self.hung_up = True
+        self._replace_next()
 
     def _replace_next(self) -> None:
+        if not self.announced or self.stopping or any(worker.replaces for worker in self.workers):
+            return
+        if self.hung_up:
+            self.hung_up = False
+            log("vitx: every worker is replaced, one after another")
+            self.to_replace = list(self.workers)
         while self.to_replace:
             worker = self.to_replace.pop(0)
             if worker in self.workers and not worker.stopping:  # otherwise it has died and was replaced
