@@ -4,9 +4,11 @@ import http.client
 import json
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -145,8 +147,10 @@ def test_tritons_client_manages_models(guarded: ServerProcess) -> None:
 
 def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--grpc-port", "0")
+    arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--grpc-port", "0", "--header-timeout", "3")
     with tls_server(*arguments, "--tls-cert", certificate, "--tls-key", key, certificate=certificate) as server:
+        with closing(socket.create_connection((server.host, server.port), 20)) as silent:  # uvloop gives it 60 s
+            assert silent.recv(1) == b""
         assert server.line.startswith("vitx: serving tiny on https://127.0.0.1:")
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
         root = certificate.read_bytes()

@@ -97,9 +97,7 @@ class Server:
         core, link = self._core, self._link
         routes = App(core, self._listener.getsockname()[0])
         protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
-        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, protocol, self._options))
-        # It would raise the signals that it got again, and a drained server would not exit with 0.
-        self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
+        self._uvicorn = _Uvicorn(_uvicorn_config(routes, protocol, self._options), protocol)
         self._uvicorn.config.load()
         if link is None:
             self._grpc = await self._start_grpc()
@@ -216,7 +214,7 @@ class Server:
         models, seconds = self._core.models, self._core.limits.drain_seconds
         models.leaving = True
         if self._link is not None:  # leave new connections to the other workers, answer and close the open ones
-            for server in getattr(self._uvicorn, "servers", ()):
+            for server in self._uvicorn.servers:
                 server.close()
             end = time.monotonic() + _LINGER_SECONDS
             while self._uvicorn.server_state.connections and time.monotonic() < end:
@@ -231,6 +229,27 @@ class Server:
         except TimeoutError:
             log(f"vitx: {models.active} requests did not finish within {seconds:g} s")
         self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """With `header_seconds` for a TLS handshake too: a connection is counted, and has other limits, only after it."""
+
+    # uvicorn would raise the signals that it got again, and a drained server would not exit with 0.
+    capture_signals = nullcontext  # type: ignore[assignment]
+
+    def __init__(self, config: uvicorn.Config, protocol: type[HttpProtocol]) -> None:
+        super().__init__(config)
+        self._protocol = protocol
+        self.servers = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        connect = partial(self._protocol, self.config, self.server_state, {})
+        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=self.config.backlog)
+        seconds = self._protocol.limits.header_seconds if self.config.ssl else None
+        for listener in sockets or ():
+            server = await listen(sock=listener, ssl=self.config.ssl, ssl_handshake_timeout=seconds)
+            self.servers.append(server)
+        self.started = True
 
 
 def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:
