@@ -103,9 +103,9 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
         with naming_extra(extra):
-            from vitx.core.preprocess import ignore_bomb_warnings  # here, so that --help imports no Pillow
+            from vitx.core.preprocess import ignore_image_warnings  # here, so that --help imports no Pillow
 
-            ignore_bomb_warnings()
+            ignore_image_warnings()
             command(*arguments, **options)
 
     return run

@@ -5,6 +5,7 @@ not here: it lives inside the exported graph.
 """
 
 import io
+import logging
 import math
 import struct
 import warnings
@@ -168,14 +169,15 @@ class Preprocessing(Record):
         return self.apply(decode(data, shorter_side=shorter_side, check_size=self.check_size), draft=draft)
 
 
-def ignore_bomb_warnings() -> None:
-    """Drop Pillow's DecompressionBombWarning in this process, where MAX_PIXELS decides: called where a process starts.
+def ignore_image_warnings() -> None:
+    """Drop what Pillow says about images in this process, but for its exceptions: called where a process starts.
 
-    It would be a line, and an entry that is never freed, for every size that somebody makes up. A filter around each
-    call of Pillow is no way out: `warnings.catch_warnings` is not safe in threads, and lets every other warning of the
-    process appear again.
+    It would be a line, and an entry that is never freed, for every text that somebody makes up, such as a size beyond
+    Pillow's limit (MAX_PIXELS decides here) or the tags of a TIFF. A filter around each call of Pillow is no way out:
+    `warnings.catch_warnings` is not safe in threads, and lets every other warning of the process appear again.
     """
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def decode(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vitx.core.errors import VitxError
-from vitx.core.preprocess import ignore_bomb_warnings
+from vitx.core.preprocess import ignore_image_warnings
 
 ResultT = TypeVar("ResultT")
 
@@ -60,7 +60,7 @@ def run_limited(
 
 def _child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    ignore_bomb_warnings()
+    ignore_image_warnings()
     try:
         answer = ("result", function(*arguments))
     except (VitxError, OSError) as error:  # the user's mistake, or the disk's failure

@@ -17,7 +17,7 @@ from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import cache_folder, sha256_file
 from vitx.core.machine import usable_cores
-from vitx.core.preprocess import ignore_bomb_warnings
+from vitx.core.preprocess import ignore_image_warnings
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
@@ -75,7 +75,7 @@ def predict(
     if the store does not answer.
     """
     options = options or PredictOptions()
-    ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
+    ignore_image_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, naming_extra
 from vitx.core.files import sha256_file
-from vitx.core.preprocess import ignore_bomb_warnings
+from vitx.core.preprocess import ignore_image_warnings
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
@@ -74,7 +74,7 @@ class PredictionActor:
         self._failure: VitxError | None = None
         self._suspects = threading.Lock()
         self._started: float | None = None
-        ignore_bomb_warnings()
+        ignore_image_warnings()
         try:
             _check_storage(job, bundle, sample)
             opened, options = Bundle.open(bundle), job.options

@@ -109,7 +109,7 @@ def test_a_hangup_while_workers_are_replaced_replaces_the_new_ones_too(tiny_bund
         server.process.send_signal(signal.SIGHUP)
         for _ in range(ready + 1):  # the replacement of the first or of the last worker starts
             wait_until(lambda: bool(set(workers_of(server)) - known))
-            known |= set(workers_of(server))
+            known.update(workers_of(server))
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: len(workers_of(server)) == 2 and not known & set(workers_of(server)), 40)
         assert reporting(server) == 2

@@ -313,7 +313,7 @@ def test_a_worker_leaves_signals_to_the_process_that_trains(monkeypatch: pytest.
 
     monkeypatch.setattr(training_data, "signal", stand_in)
     monkeypatch.setattr(training_data, "threading", SimpleNamespace(Thread=Thread))
-    monkeypatch.setattr(training_data, "ignore_bomb_warnings", lambda: done.append("bombs"))
+    monkeypatch.setattr(training_data, "ignore_image_warnings", lambda: done.append("bombs"))
     monkeypatch.setattr(os, "getppid", lambda: 77)
     training_data._start_worker(0)
     ignored, blocked = (signal.SIGINT, signal.SIG_IGN), (signal.SIG_BLOCK, [signal.SIGTERM])

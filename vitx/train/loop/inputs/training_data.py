@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vitx.core.errors import InputError
-from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode, ignore_bomb_warnings
+from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode, ignore_image_warnings
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.distributed.batch_part import WHOLE_BATCH, BatchPart
 from vitx.train.loop.inputs.augment import Augment
@@ -176,7 +176,7 @@ def _start_worker(_: int) -> None:
     way; it ends its workers itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ignore_bomb_warnings()
+    ignore_image_warnings()
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
