@@ -20,6 +20,7 @@ from vitx.core import bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, SIGNATURE, Bundle, local_bundle, url_of
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
+from vitx.core.urls import without_password
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,20 @@ def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
     assert url_of(Path("C:/runs/tiny.vitx")) is None
     assert url_of(Path("s3://bucket/deep//tiny.vitx/")) == "s3://bucket/deep/tiny.vitx"
     assert url_of("https://host:8443/a/tiny.vitx/") == "https://host:8443/a/tiny.vitx"
+    assert url_of(Path("file:///runs/tiny.vitx")) == "file:///runs/tiny.vitx"
+    assert url_of(Path("zip://tiny.vitx::https://u:p@host/a.zip")) == "zip://tiny.vitx::https://u:p@host/a.zip"
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("https://name:pass@word@host/a@b", "https://host/a@b"),
+        ("zip://a::https://name:word@host/a.zip?token=secret", "zip://a::https://host/a.zip?…"),
+        ("s3://bucket/what?", "s3://bucket/what?"),
+    ],
+)
+def test_a_text_has_no_secret_of_the_url(url: str, told: str) -> None:
+    assert without_password(url) == told
 
 
 def test_over_http_every_file_comes_once(site: str, made: Bundle, cache: Path) -> None:

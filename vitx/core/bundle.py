@@ -53,7 +53,7 @@ MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)", re.DOTALL)  # a path has one slash of the two; a drive has one letter
+_SCHEME = re.compile("(^|::)([a-z][a-z0-9+.-]+):/+(?=.)", re.DOTALL)  # a drive has one letter
 _BLOCK = 2**20
 _SMALL_BYTES = 64 * _BLOCK  # of a manifest, a certificate or a signature at most
 _SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
@@ -296,9 +296,12 @@ def timestamp() -> str:
 
 
 def url_of(path: Path | str) -> str | None:
-    """The URL that a path was made of, without a slash at its end; None for a path of this machine."""
-    found = _URL.fullmatch(str(path).rstrip("/"))
-    return None if found is None else f"{found[1]}://{found[2]}"
+    """The URL that a path was made of, which has one of its slashes, without any at its end; None for a local path."""
+    given = str(path).rstrip("/")
+    whole = _SCHEME.sub(
+        lambda found: f"{found[0].rstrip('/')}{'///' if found[2] in ('file', 'local') else '//'}", given
+    )
+    return whole if _SCHEME.match(given) else None
 
 
 def local_bundle(path: Path | str) -> Path:

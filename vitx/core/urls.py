@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
 from vitx.core.errors import InputError, missing_package
 
@@ -29,5 +30,14 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
 
 
 def without_password(url: str) -> str:
-    """The URL without the name and password that it may have, for texts."""
-    return re.sub("//[^/@]*@", "//", url)
+    """The URL without the name and password that it may have, or its query, which may be a token; for texts."""
+    return re.sub(r"(https?://[^?]*)\?.*", r"\1?…", re.sub("//[^/]*@", "//", url))
+
+
+def is_http(url: str) -> bool:
+    """Whether this is an HTTP URL of a host, and of a port that can be one if it names any."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or a bracket without its other
+        return False

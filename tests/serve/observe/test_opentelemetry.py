@@ -12,9 +12,12 @@ import pytest
 from bundle_fixture import IMAGE_SIZE, colour_image, png
 from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server
 from vitx.core.bundle import Bundle
+from vitx.serve.observe.request_record import RequestRecord
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from vitx.serve.observe.opentelemetry import Tracing
 
 NO_PACKAGE = "import sys; sys.modules['opentelemetry'] = None; from vitx.cli import main; main()"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -124,6 +127,14 @@ def test_requests_are_answered_without_a_collector(tiny_bundle: Bundle) -> None:
         assert server.stop() == 0
 
 
+def test_a_tracestate_that_is_none_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    tracing = Tracing("http://127.0.0.1:9")
+    record = RequestRecord("id", f"00-{TRACE}-{PARENT}-00", "a=b,!a", "")
+    tracing.write(record, "GET", "/v2", 200, 0.1)
+    tracing.close()
+    assert not caplog.records
+
+
 def test_opentelemetry_is_imported_only_with_its_option(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, program=NO_PACKAGE) as server:
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
@@ -135,7 +146,7 @@ def test_opentelemetry_is_imported_only_with_its_option(tiny_bundle: Bundle) -> 
         pass
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://collector:4317", "http://"])
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://collector:4317", "http://", "http://[::1"])
 def test_a_bad_endpoint_is_refused(tiny_bundle: Bundle, url: str) -> None:
     refused = run_serve(tiny_bundle.path, "--port", "0", "--otlp-endpoint", url)
     assert refused.returncode == 2

@@ -8,9 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -122,6 +126,64 @@ def test_what_answers_is_no_http_or_breaks_off(sent: bytes, vitx: Vitx) -> None:
         answered.result()
     assert (code, err.count("\n")) == (3, 1)
     assert "is not `vitx serve`: what it sent is no HTTP, or breaks off (" in err
+
+
+NO_MODELS = b'{"uptime_seconds": 5, "ready": true, "latency_ms": {}, "models": []}'
+
+
+@pytest.mark.parametrize(
+    ("stats", "metrics"),
+    [
+        (b"{}", b""),
+        (b"[" * 100_000, b""),
+        (NO_MODELS.replace(b"[]", b"5"), b""),
+        (NO_MODELS.replace(b"[]", b"[{}]"), b""),
+        (NO_MODELS.replace(b"5", b"null"), b""),
+        (NO_MODELS, b"process_open_fds Inf\n"),
+    ],
+)
+def test_statistics_of_something_else(stats: bytes, metrics: bytes, vitx: Vitx) -> None:
+    with answering({"/v1/stats": stats, "/metrics": metrics}) as (url, _):
+        code, _, err = vitx("top", url, "--once")
+    assert (code, err.count("\n")) == (3, 1)
+    assert "is not `vitx serve`: its answer cannot be read (" in err
+
+
+def test_the_token_does_not_go_where_a_server_points(tmp_path: Path, vitx: Vitx) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    with answering({"/v1/stats": NO_MODELS}) as (other, heads), answering({}, f"{other}/v1/stats") as (url, asked):
+        code, _, err = vitx("top", url, "--once", "--token-file", tmp_path / "token")
+    assert (code, "it answered 302 to /v1/stats" in err) == (3, True)
+    assert (len(heads), [head["Authorization"] for head in asked]) == (0, [f"Bearer {TOKEN}"])
+
+
+def test_an_answer_that_does_not_end(vitx: Vitx) -> None:
+    with answering({"/v1/stats": b" " * (65 * 2**20)}) as (url, _):
+        code, _, err = vitx("top", url, "--once")
+    assert (code, "its answer to /v1/stats does not end" in err) == (3, True)
+
+
+@contextmanager
+def answering(bodies: dict[str, bytes], location: str = "") -> Iterator[tuple[str, list[Message]]]:
+    """(URL of a server with these answers by path, the heads it got); with `location` it points there."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heads.append(self.headers)
+            self.send_response(302 if location else 200)
+            self.send_header("Location", location)
+            self.end_headers()
+            with suppress(OSError):
+                self.wfile.write(bodies.get(self.path, b""))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    heads: list[Message] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", heads
+        server.shutdown()
 
 
 def test_a_token(certified_original: Bundle, tmp_path: Path, vitx: Vitx) -> None:

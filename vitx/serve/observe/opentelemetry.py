@@ -4,6 +4,7 @@ The spans are made after a request has ended, from the times in its record. The 
 (W3C Trace Context), which decides about sampling too; without one every request is, but for OTEL_TRACES_SAMPLER.
 """
 
+import logging
 import time
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from vitx import __version__
 from vitx.core.errors import InputError
+from vitx.core.urls import is_http
 from vitx.serve.observe.request_record import RequestRecord
 
 _EXPORT_SECONDS = 5.0  # for one batch of spans: when the collector is gone, spans are lost and the server still ends
@@ -26,15 +28,15 @@ class Tracing:
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's base URL, or the URL of its traces; raise InputError if it is not HTTP."""
-        parts = urlsplit(endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_http(endpoint):
             raise InputError(f"'{endpoint}' is not an OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
-        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+        url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer("vitx.serve", __version__)
         self._context = TraceContextTextMapPropagator()
+        logging.getLogger("opentelemetry.trace").setLevel(logging.CRITICAL)  # it warns of what clients send
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None:
         """Make the spans of a request that has ended after `seconds`."""

@@ -2,22 +2,31 @@
 
 import json
 import ssl
-import urllib.error
-import urllib.parse
-import urllib.request
+import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.urls import is_http
 
 Labels = frozenset[tuple[str, str]]
 
 _TIMEOUT_SECONDS = 5.0
+_MAX_BYTES = 64 * 2**20
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """The token is for the server that was named, not for one that it names."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -50,16 +59,12 @@ class ServerClient:
     ) -> None:
         """Raise InputError if `url` is not HTTP; without a scheme it is http://."""
         url = (url if "://" in url else f"http://{url}").rstrip("/")
-        try:
-            parts = urllib.parse.urlsplit(url)
-            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # such as a port that is no number
-            known = False
-        if not known:
+        if not is_http(url):
             raise InputError(f"'{url}' is not the address of a server: expected one such as http://127.0.0.1:8000")
         self.url = url
         self._tokens = {"/v1/stats": token, "/metrics": metrics_token or token}
-        self._tls = ssl.create_default_context(cafile=cafile) if parts.scheme == "https" else None
+        tls = [HTTPSHandler(context=ssl.create_default_context(cafile=cafile))] if url.startswith("https:") else []
+        self._opener = build_opener(_NoRedirect, *tls)
 
     def read(self) -> Reading:
         """Read now; raise EnvironmentMissing if nothing answers, or something other than `vitx serve`."""
@@ -70,20 +75,25 @@ class ServerClient:
             samples: dict[str, dict[Labels, float]] = {}
             for sample in (sample for family in families for sample in family.samples):
                 samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-        except ValueError as error:
-            raise self._not_vitx(f"its answer cannot be read ({error})") from None
-        if not isinstance(stats, dict) or "models" not in stats:
-            raise self._not_vitx("its /v1/stats names no models")
-        return Reading(self.url, stats, samples)
+            snapshot(reading := Reading(self.url, stats, samples), None)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise self._not_vitx(f"its answer cannot be read ({error!r:.80})") from None
+        return reading
 
     def _get(self, path: str) -> bytes:
         token = self._tokens[path]
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        request = urllib.request.Request(self.url + path, headers=headers)
+        end, answer = time.monotonic() + _TIMEOUT_SECONDS, bytearray()
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=self._tls) as reply:
-                return bytes(reply.read())
-        except urllib.error.HTTPError as error:
+            with self._opener.open(Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
+                while piece := reply.read1(2**16):
+                    answer += piece
+                    if len(answer) > _MAX_BYTES or time.monotonic() > end:
+                        raise self._not_vitx(f"its answer to {path} does not end")
+                if len(answer) < int(reply.headers.get("Content-Length", 0)):
+                    raise IncompleteRead(bytes(answer))
+                return bytes(answer)
+        except HTTPError as error:
             with error:
                 if error.code == 401:
                     option = "--metrics-token-file, or --token-file" if path == "/metrics" else "--token-file"
