@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -28,6 +28,13 @@ async def awaited(reply: "asyncio.Future[T]", cancel: Callable[[], object]) -> T
             cancel()
         else:
             reply.exception()  # marks it as retrieved; asyncio would log it otherwise
+
+
+def start_kept(work: Coroutine[Any, Any, T], tasks: "set[asyncio.Task[T]]") -> "asyncio.Task[T]":
+    """Start a task that `tasks` has until it is done: the event loop holds tasks weakly."""
+    tasks.add(task := asyncio.create_task(work))
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 class _Held(threading.local):  # of one event loop

@@ -45,9 +45,7 @@ class ServeOptions(Options):
     )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
     port: int = option(8000, "0 takes any free port and prints it.", ge=0, le=65535)
-    grpc_port: int | None = option(
-        None, "Serve gRPC there as well; Triton's is 8001. 0: any free port.", ge=0, le=65535
-    )
+    grpc_port: int | None = option(None, "Serve gRPC there too; Triton's is 8001, 0 any free port.", ge=0, le=65535)
     shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
     max_batch: int = option(32, "Images in a batch at most.", ge=1, le=65536)
@@ -96,9 +94,7 @@ class ServeOptions(Options):
     tls_client_ca: Path | None = option(None, "Authorities in PEM: clients need a certificate signed by one of them.")
     canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
     access_log: str | None = option(None, "Write one JSON line a request to this file; '-' is standard output.")
-    otlp_endpoint: str | None = option(
-        None, "Send traces to this OpenTelemetry collector, such as http://127.0.0.1:4318."
-    )
+    otlp_endpoint: str | None = option(None, "Send traces to this OpenTelemetry collector: http://HOST:4318.")
     ray: RayAddress = None
     replicas: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
         None,

@@ -28,6 +28,8 @@ class Tokens:
         elif metrics is not None:
             raise InputError(f"--metrics-token-file is of --metrics token, not of --metrics {options.metrics}")
         management = _read_token(options.management_token_file)
+        if options.management is (management is None) or (management and management in (inference, metrics)):
+            raise InputError("--management and --management-token-file go together, with a token that nothing else has")
         self._of: dict[Kind, bytes | None] = {"inference": inference, "management": management, "metrics": metrics}
 
     def check(self, kind: Kind, authorization: str | None) -> None:

@@ -238,6 +238,11 @@ def test_unknown_models_and_routes(server: ServerProcess, path: str, status: int
     assert infer(server, {}, path) == (status, {"error": text})
 
 
+def test_what_is_off_is_501_whatever_is_asked_of_it(server: ServerProcess) -> None:
+    for path in ("/v2/systemsharedmemory/region/r/register", "/v2/repository/index"):
+        assert server.request("POST", path, b"{}")[0] == 501
+
+
 def test_wrong_methods_are_405(server: ServerProcess) -> None:
     for path in ("/v2/models/tiny/infer", "/v1/classify"):
         status, _, headers = server.request("GET", path)

@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "--timeout-ms": 30_000,
     }
     arguments = [str(part) for option in limits.items() for part in option]
-    with running_server(bundle.path, "--allow-uncertified", *arguments) as started:
+    with running_server(bundle.path, "--allow-uncertified", "--shared-memory", *arguments) as started:
         yield started
 
 
@@ -110,6 +110,9 @@ def test_a_request_that_brings_no_image_is_small(server: ServerProcess) -> None:
         found = post(server, body, path, **headers)
         assert found[0] == 413
         assert found[1].startswith("request body of more than 16384 bytes")
+    for body in (b"{}", b'{"key": "a"}', b'{"key": "a", "byte_size": 1, "x": 1}'):
+        status, text = post(server, body, path)
+        assert (status, "expected key, byte_size and, where it is not 0, offset" in text) == (400, True)
 
 
 def test_headers_that_are_too_large_are_431(server: ServerProcess) -> None:

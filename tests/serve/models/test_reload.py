@@ -202,7 +202,11 @@ def repository_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 def test_management_is_off_by_default_and_never_without_a_token(tmp_path: Path, tiny_bundle: Bundle) -> None:
     refused = run_serve(tiny_bundle.path, "--management", "--port", "0")
     assert refused.returncode == 2
-    assert "it needs a --management-token-file" in refused.stderr
+    assert "--management and --management-token-file go together" in refused.stderr
+    (tmp_path / "token").write_text(TOKEN)
+    for option in (("--management", "--token-file", tmp_path / "token"), ()):  # the token of all else; nothing to guard
+        refused = run_serve(tiny_bundle.path, *option, "--management-token-file", tmp_path / "token", "--port", "0")
+        assert (refused.returncode, "go together, with a token that nothing else has" in refused.stderr) == (2, True)
     (tmp_path / "short").write_text("secret")
     refused = run_serve(tiny_bundle.path, "--management", "--management-token-file", tmp_path / "short", "--port", "0")
     assert refused.returncode == 2

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from vitx.serve.callbacks import awaited, settle
+from vitx.serve.callbacks import awaited, settle, start_kept
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
@@ -164,23 +164,17 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
         connection.on_lost = None
 
 
-def started_as_task(answer: Callable[[bytes, RequestRecord, Hold], Coroutine[Any, Any, Reply]]) -> StartRequest:
-    return lambda body, record, on_reply, hold: start_task(answer(body, record, hold), on_reply).cancel
-
-
 def start_task(work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
     """Call back with the reply or the exception of `work`, unless it is cancelled."""
-    task = asyncio.create_task(work)
-    _TASKS.add(task)
 
     def on_done(task: "asyncio.Task[Reply]") -> None:
-        _TASKS.discard(task)
         if not task.cancelled():
             failure = task.exception()
             on_reply(failure if isinstance(failure, Exception) else task.result())
 
+    task = start_kept(work, _TASKS)
     task.add_done_callback(on_done)
     return task
 
 
-_TASKS: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly
+_TASKS: set[asyncio.Task[Reply]] = set()

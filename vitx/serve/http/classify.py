@@ -16,7 +16,7 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, unsupported
-from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, started_as_task
+from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, start_task
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -79,23 +79,19 @@ class Classifier:
         elif not kind.startswith("image/") and kind not in _IMAGE_TYPES:
             expected = "image/*, application/octet-stream, multipart/form-data or application/json"
             raise unsupported(f"Content-Type '{kind[:80]}' is not offered: expected {expected}")
-        return started_as_task(partial(self._reply, options, several)), several is None
+        answer = partial(self._reply, options, several)
+        return (lambda body, record, reply, hold: start_task(answer(body, record, hold), reply).cancel), several is None
 
     async def _reply(
-        self,
-        asked: Callable[[float], _Options],
-        several: ReadImages | None,
-        body: bytes,
-        record: RequestRecord,
-        hold: Hold,
+        self, ask: Callable[[float], _Options], many: ReadImages | None, body: bytes, record: RequestRecord, hold: Hold
     ) -> Reply:
-        """`several`: reads a body of several images."""
+        """`many`: reads a body of several images."""
         CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
-        options = asked(record.started)
+        options = ask(record.started)
         names: list[str] | None = None
         images: Sequence[bytes | RequestError] = [body]
-        if several is not None:
-            read = partial(several, body)
+        if many is not None:
+            read = partial(many, body)
             names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
         rows = await self._known_rows(options, images, record)
         results: list[dict[str, Any]] = []
@@ -103,11 +99,11 @@ class Classifier:
             try:
                 results.append(options.answer(row))
             except RequestError as error:
-                if several is None:
+                if many is None:
                     raise
                 self._core.metrics.reject(error.reason, options.model.name)
                 results.append({"error": str(error)})
-        if several is None:
+        if many is None:
             return Reply(to_json({"model": options.model.name, **results[0]}))
         if names is not None:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]

@@ -20,7 +20,7 @@ from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import managed
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
-from vitx.serve.protocol.parameters import parse_json_object
+from vitx.serve.protocol.parameters import parse_json_object, quoted
 from vitx.serve.server_core import ServerCore
 
 # What a route answers, or what is awaited for it: a response, None for an empty one, whether it is ready, or JSON.
@@ -118,12 +118,11 @@ def _memory_routes(core: ServerCore, add: Add) -> None:
         return lambda request: act(request.path_params.get("region"))
 
     async def register(request: Request) -> None:
+        memory.check_enabled()
         given = await _json_body(request, core.limits)
-        if unknown := sorted(given.keys() - {"key", "offset", "byte_size"}):
-            raise RequestError(f"unknown field '{unknown[0][:80]}': expected key, offset and byte_size")
-        for name in ("key", "byte_size"):
-            if name not in given:
-                raise RequestError(f"'{name}' is missing: expected key, offset and byte_size")
+        if given.keys() - {"offset"} != {"key", "byte_size"}:
+            names = ", ".join(sorted(given))
+            raise RequestError(f"the body has {quoted(names)}: expected key, byte_size and, where it is not 0, offset")
         memory.register(request.path_params["region"], given["key"], given.get("offset", 0), given["byte_size"])
 
     # Clients unregister all CUDA regions when they start; there never are any.

@@ -39,7 +39,6 @@ Judgement = TypeVar("Judgement", Certificate, Verdict)
 _SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
 _CALLS = 12  # of each size at most
 _LONE_CALLS = 2  # of one image on all cores
-_SETTING = ("runtime", "version", "provider", "threads")
 
 
 def key_text(key: ModelKey) -> str:
@@ -133,7 +132,7 @@ class Loader:
             offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
             canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
-            curve = starting_curve(offer.bundle, session, batching)
+            curve = measure_curve(session, image_shape(offer.bundle), batching)
             offer, outputs = self._with_outputs(offer, batching, threads, opened)
             opened.pop_all()
         return WarmModel(offer, session, batching, curve, canary, verdict, runtimes, outputs)
@@ -220,22 +219,6 @@ def load_warm(
                 text = f"{bundle.path} returns {values.shape}{what} for {rows} images"
                 raise InputError(f"{text}: its manifest says ({rows}, {width})")
     return session
-
-
-def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
-    """The curve in the bundle's `latency.json` if it holds for this setting, else a measured one.
-
-    It holds for the same runtime and machine with one instance: several instances slow each other down. In both cases a
-    batch of the size that the batcher will aim at has run.
-    """
-    known, running = bundle.latency(), session.describe()
-    same = known is not None and all(known.runtime.get(key) == running.get(key) for key in _SETTING)
-    if known and known.points and same and batching.instances == 1:
-        curve = LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
-        full = curve.best_size(batching.max_batch, batching.preferred)
-        session.infer(np.zeros((full, *image_shape(bundle)), dtype=np.uint8))
-        return curve
-    return measure_curve(session, image_shape(bundle), batching)
 
 
 def measure_curve(session: Session, shape: Sequence[int], batching: Batching) -> LatencyCurve:

@@ -11,7 +11,7 @@ from typing import Any
 from vitx.core.certificate import Certificate
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher, OnLogits, record_times
-from vitx.serve.callbacks import awaited, settle
+from vitx.serve.callbacks import awaited, settle, start_kept
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.models.loading import ModelKey, WarmModel, infer_rows
 from vitx.serve.models.response_cache import ModelCache, ResponseCache
@@ -319,9 +319,7 @@ class ModelSet:
     def _retire(self, model: ServedModel, seconds: float) -> None:
         before = self._generations
         self._generations = [*(requests for requests in self._generations if requests.count), InFlight()]
-        task = asyncio.create_task(self._close_after(before, model, seconds))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        start_kept(self._close_after(before, model, seconds), self._retiring)
 
     async def _close_after(self, before: Sequence[InFlight], model: ServedModel, seconds: float) -> None:
         """Close a model when the requests that may use it have ended; a client slower than `seconds` gets 503."""

@@ -7,16 +7,17 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from vitx.core.console import log
 from vitx.core.errors import InputError, naming_extra
+from vitx.serve.callbacks import start_kept
 from vitx.serve.http.app import App
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.head_cache import protocol_class
@@ -50,8 +51,6 @@ def serve(options: ServeOptions) -> None:
     Raises EnvironmentMissing if the port is taken, InputError for a bundle that is broken or has the name of another,
     CheckFailed for one without a passing certificate; all before a model is loaded.
     """
-    if options.management and options.management_token_file is None:
-        raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
     configure_process()
     link = worker_link()
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
@@ -59,9 +58,11 @@ def serve(options: ServeOptions) -> None:
         from uvloop import new_event_loop as new_loop
     with ExitStack() as ending:
         listener = ending.enter_context(claim_port(options.host, options.port) if link is None else link.listener)
-        offers = verified(options)
         for number in _SIGNALS:  # at the end a program that ran a server has its own handlers again
             ending.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
+        for number in _SIGNALS[3:]:  # SIGUSR1 comes from log rotation, and would end a server that is still starting
+            signal.signal(number, signal.SIG_IGN)
+        offers = verified(options)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(Server(options, offers, listener, link).run())
 
@@ -97,7 +98,10 @@ class Server:
         core, link = self._core, self._link
         routes = App(core, self._listener.getsockname()[0])
         protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
-        self._uvicorn = _Uvicorn(_uvicorn_config(routes, protocol, self._options), protocol)
+        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, protocol, self._options))
+        # It would raise the signals that it got again, and a drained server would not exit with 0.
+        self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
+        self._uvicorn.startup = partial(self._listen, protocol)  # type: ignore[method-assign]
         self._uvicorn.config.load()
         if link is None:
             self._grpc = await self._start_grpc()
@@ -128,6 +132,15 @@ class Server:
             for observer in core.observers:
                 await asyncio.to_thread(observer.close)
 
+    async def _listen(self, protocol: type[HttpProtocol], sockets: object) -> None:
+        """uvicorn's startup, with `header_seconds` for a TLS handshake: only after it has a connection other limits."""
+        server, tls = self._uvicorn, self._uvicorn.config.ssl
+        connect = partial(protocol, server.config, server.server_state, {})
+        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=server.config.backlog)
+        seconds = self._core.limits.header_seconds if tls else None
+        server.servers = [await listen(sock=self._listener, ssl=tls, ssl_handshake_timeout=seconds)]
+        server.started = True
+
     async def _start_grpc(self) -> "GrpcServer | None":
         port = self._options.grpc_port
         if port is None:
@@ -156,22 +169,17 @@ class Server:
         """Start the background tasks, and announce that the models are warm."""
         if self._draining is not None:
             return
-        self._start_task(self._core.replay_canaries())
+        start_kept(self._core.replay_canaries(), self._tasks)
         if self._options.watch:
-            self._start_task(self._repository.watch(_WATCH_SECONDS))
+            start_kept(self._repository.watch(_WATCH_SECONDS), self._tasks)
         if self._link is not None:
-            self._start_task(self._link.beat())
+            start_kept(self._link.beat(), self._tasks)
             return
         url = url_of(self._listener, tls=self._pem is not None)
         print(f"vitx: serving {', '.join(self._core.models.names)} on {url}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
         log(f"next: curl --data-binary @IMAGE {url}/v1/classify")
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -202,7 +210,7 @@ class Server:
             except InputError as error:
                 log(f"vitx: the TLS certificate stays: {error}")
         if self._draining is None:
-            self._start_task(self._repository.load_all())
+            start_kept(self._repository.load_all(), self._tasks)
 
     def _on_log_rotation(self, number: int, frame: object) -> None:
         for observer in self._core.observers:
@@ -214,7 +222,7 @@ class Server:
         models, seconds = self._core.models, self._core.limits.drain_seconds
         models.leaving = True
         if self._link is not None:  # leave new connections to the other workers, answer and close the open ones
-            for server in self._uvicorn.servers:
+            for server in getattr(self._uvicorn, "servers", ()):
                 server.close()
             end = time.monotonic() + _LINGER_SECONDS
             while self._uvicorn.server_state.connections and time.monotonic() < end:
@@ -229,27 +237,6 @@ class Server:
         except TimeoutError:
             log(f"vitx: {models.active} requests did not finish within {seconds:g} s")
         self._uvicorn.should_exit = True
-
-
-class _Uvicorn(uvicorn.Server):
-    """With `header_seconds` for a TLS handshake too: a connection is counted, and has other limits, only after it."""
-
-    # uvicorn would raise the signals that it got again, and a drained server would not exit with 0.
-    capture_signals = nullcontext  # type: ignore[assignment]
-
-    def __init__(self, config: uvicorn.Config, protocol: type[HttpProtocol]) -> None:
-        super().__init__(config)
-        self._protocol = protocol
-        self.servers = []
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        connect = partial(self._protocol, self.config, self.server_state, {})
-        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=self.config.backlog)
-        seconds = self._protocol.limits.header_seconds if self.config.ssl else None
-        for listener in sockets or ():
-            server = await listen(sock=listener, ssl=self.config.ssl, ssl_handshake_timeout=seconds)
-            self.servers.append(server)
-        self.started = True
 
 
 def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from vitx.serve.callbacks import start_kept
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.models.repository import Repository
 from vitx.serve.process.siblings import Handler, Siblings
@@ -63,10 +64,7 @@ class SharedRepository(Repository):
                 if refused is not None:
                     raise refused
 
-        task = asyncio.create_task(do())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
+        await asyncio.shield(start_kept(do(), self._tasks))
 
     async def _answer_refused(self, refusal: str) -> bytes:
         name, version, text = json.loads(refusal)

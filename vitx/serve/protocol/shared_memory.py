@@ -50,7 +50,7 @@ class SharedMemory:
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register bytes [offset, offset + byte_size) of the POSIX shared memory `key` as the region `name`."""
-        self._check_enabled()
+        self.check_enabled()
         if not 1 <= len(name) <= _LONGEST_NAME:
             raise _refused(f"a region's name has 1 to {_LONGEST_NAME} characters, this one {len(name)}")
         if name in self._regions:
@@ -74,7 +74,7 @@ class SharedMemory:
 
     def unregister(self, name: str | None = None) -> None:
         """Unregister a region, or all with None. An unknown name is not an error, as in Triton."""
-        self._check_enabled()
+        self.check_enabled()
         for known in [*self._regions] if name is None else self._regions.keys() & {name}:
             del self._regions[known]
 
@@ -107,7 +107,7 @@ class SharedMemory:
         if count != len(data):
             raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
 
-    def _check_enabled(self) -> None:
+    def check_enabled(self) -> None:
         if not self.enabled:
             raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
 
@@ -119,7 +119,7 @@ class SharedMemory:
 
     def check(self, name: str, offset: int, byte_size: int) -> MemoryRegion:
         """The region, which is open for as long as it is kept; raise what `write` would raise for this range."""
-        self._check_enabled()
+        self.check_enabled()
         region = self._find(name)
         _check_range(f"shared memory region '{name[:80]}'", offset, byte_size)
         if offset + byte_size > region.byte_size:
