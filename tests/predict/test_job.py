@@ -1,6 +1,7 @@
 """The steps of `predict` around the work: what it refuses, verifies, leaves alone and writes at its end."""
 
 import json
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
@@ -162,6 +165,47 @@ def test_a_finished_run_of_another_input_is_refused(
     with pytest.raises(InputError, match=rf"^images were added to '{images}' or removed since it was predicted: cho"):
         run(tiny_bundle, Spy(), images, out)
     assert not list((out / ".vitx").glob(".again*"))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "reason"),
+    [
+        ("*.nope", {}, "names no image"),
+        ("empty", {}, "holds no image"),
+        ("list.txt", {}, "names no image"),
+        ("typo", {}, "there is nothing at"),
+        ("a.parquet", {"columns": "nope"}, "--columns names 'nope'"),
+        ("a.parquet", {"key": "nope"}, "expected one named 'nope'"),
+        ("in", {"draft": True}, "--draft changes the class"),
+    ],
+)
+def test_overwriting_removes_nothing_for_an_input_that_is_refused(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, source: str, options: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "list.txt").touch()
+    pq.write_table(pa.table({"image": [(images / "0.png").read_bytes()]}), tmp_path / "a.parquet")
+    out = tmp_path / "out"
+    first = run(tiny_bundle, NumpySession(), images, out)
+    before = content(out)
+    with pytest.raises((InputError, CheckFailed), match=reason):
+        run(tiny_bundle, NumpySession(), tmp_path / source, out, overwrite=True, **options)
+    after = content(out)
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} <= {".vitx/lock"}  # which says who holds it
+    assert run(tiny_bundle, NumpySession(), images, out) == first
+    assert run(tiny_bundle, NumpySession(), images / "0.png", out, overwrite=True).images == 1
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_predictions_that_were_removed_are_made_again(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    first = run(tiny_bundle, NumpySession(), images, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / PREDICTIONS)
+    again = run(tiny_bundle, NumpySession(), images, tmp_path / "out")
+    assert (again.classes, again.images, again.images_here) == (first.classes, 6, 6)
 
 
 def test_damaged_parts_are_made_again_and_said(

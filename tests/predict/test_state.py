@@ -16,7 +16,7 @@ from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import COPY, Ledger, Shard, names_of
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.pipeline.lock import LOCK
-from vitx.predict.state import AGREEMENT, LEDGER, STATE, Run, open_ledger, open_run
+from vitx.predict.state import AGREEMENT, LEDGER, NEW_LEDGER, STATE, Run, open_ledger, open_run
 
 
 @pytest.fixture
@@ -114,6 +114,11 @@ def opened(out: Path, **options: Any) -> Any:
     return open_ledger(out, PredictOptions(**options))
 
 
+def overwrite(out: Path, images: Path) -> None:
+    with opened(out, overwrite=True) as ledger:
+        opened_run(ledger, out, settings_of(images))
+
+
 def test_a_ledger_is_closed_at_the_end(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as ledger:
         assert (tmp_path / "out" / STATE / LEDGER).is_file()
@@ -137,25 +142,26 @@ def test_a_failure_removes_only_what_was_made_for_it(tmp_path: Path, made: str) 
     assert after == before
 
 
-def test_predictions_without_their_ledger_are_refused_and_overwritten_on_request(tmp_path: Path) -> None:
+def test_predictions_without_their_ledger_are_refused_and_overwritten_on_request(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
     (out / PREDICTIONS).mkdir(parents=True)
     (out / PREDICTIONS / "part").touch()
     (out / SUMMARY).touch()
     with pytest.raises(InputError, match=rf"^'{out}' holds predictions\.parquet of another run: choose .*--overwrite$"):
         opened(out).__enter__()
-    with opened(out, overwrite=True):
-        assert sorted(path.name for path in out.iterdir()) == [STATE]
+    overwrite(out, images)
+    assert sorted(path.name for path in out.iterdir()) == [STATE, PREDICTIONS]
+    assert list((out / PREDICTIONS).iterdir()) == []
 
 
-def test_a_file_in_the_place_of_the_predictions_is_refused_and_overwritten(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_predictions_is_refused_and_overwritten(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / PREDICTIONS).write_bytes(b"one file, as other tools write")
     with pytest.raises(InputError, match="of another run"):
         opened(out).__enter__()
-    with opened(out, overwrite=True):
-        assert not (out / PREDICTIONS).exists()
+    overwrite(out, images)
+    assert (out / PREDICTIONS).is_dir()
 
 
 def test_an_empty_folder_of_predictions_is_nobodys(tmp_path: Path) -> None:
@@ -164,27 +170,65 @@ def test_an_empty_folder_of_predictions_is_nobodys(tmp_path: Path) -> None:
         assert ledger.totals().shards == 0
 
 
-def test_overwriting_removes_the_summary_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_stays_until_the_new_run_is_created(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+    with opened(out) as ledger:
+        opened_run(ledger, out, settings_of(images))
+    (out / SUMMARY).touch()
+    (out / STATE / f"{NEW_LEDGER}-wal").touch()  # of a process that was killed
+    (images / "d.png").touch()
+
+    def refuse(inventory: Inventory) -> dict[str, Any]:
+        assert [len(inventory.shards), (out / SUMMARY).exists()] == [2, True]
+        raise ValueError("classes change")
+
+    with pytest.raises(ValueError, match="classes change"), opened(out, overwrite=True) as ledger:
+        opened_run(ledger, out, settings_of(images, top_k=1), refuse)
+    assert sorted(path.name for path in (out / STATE).iterdir()) == [LEDGER, LOCK]
+    assert (out / SUMMARY).exists()
+    with opened(out) as ledger:
+        assert names(ledger) == ["a.png", "b.png", "c.png"]
+        assert not opened_run(ledger, out, settings_of(images)).created
+    with opened(out, overwrite=True) as ledger:
+        assert opened_run(ledger, out, settings_of(images, top_k=1)).created
+        assert names(ledger) == ["a.png", "b.png", "c.png", "d.png"]
+        assert [ledger.path, (out / SUMMARY).exists()] == [out / STATE / LEDGER, False]
+    with opened(out) as ledger:
+        assert not opened_run(ledger, out, settings_of(images, top_k=1)).created
+
+
+def test_a_job_that_begins_while_the_input_is_listed_is_not_removed(tmp_path: Path, images: Path) -> None:
+    (tmp_path / STATE / "shard-00001-of-00002").mkdir(parents=True)
+    (tmp_path / SUMMARY).touch()
+    with opened(tmp_path, overwrite=True) as ledger, opened(tmp_path, shard=Share(1, 2)):
+        with pytest.raises(InputError, match="is writing to"):
+            opened_run(ledger, tmp_path, settings_of(images))
+        assert (tmp_path / SUMMARY).exists()
+
+
+def test_overwriting_removes_the_summary_before_the_rest(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crash in between must not leave it beside the predictions of another run."""
     (tmp_path / SUMMARY).touch()
     (tmp_path / STATE / "shard-1").mkdir(parents=True)
     removed: list[str] = []
     monkeypatch.setattr("vitx.predict.state.shutil.rmtree", lambda path, **_: removed.append(path.name))
-    with pytest.raises(InputError, match="cannot write to the folder"), opened(tmp_path, overwrite=True):
-        pass
+    with pytest.raises(InputError, match="cannot write to the folder"):
+        overwrite(tmp_path, images)
     assert removed == [SUMMARY, "shard-1"]
     assert not (tmp_path / SUMMARY).exists()
 
 
-def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:
+def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
     for name in (f"{STATE}/images-1", f"{PREDICTIONS}/part", SUMMARY, "notes.txt", "more/notes.txt"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(name)
-    with opened(out, overwrite=True):
-        there = {path.relative_to(out).as_posix() for path in out.rglob("*") if STATE not in path.parts}
-        assert there == {"notes.txt", "more", "more/notes.txt"}
-        assert not (out / STATE / "images-1").exists()
+    overwrite(out, images)
+    there = {path.relative_to(out).as_posix() for path in out.rglob("*") if STATE not in path.parts}
+    assert there == {PREDICTIONS, "notes.txt", "more", "more/notes.txt"}
+    assert not (out / STATE / "images-1").exists()
 
 
 def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int], list[str]]:
@@ -247,16 +291,15 @@ def test_runs_with_and_without_shards_do_not_mix(tmp_path: Path, images: Path, l
         opened(out, shard=Share(1, 2)).__enter__()
     with pytest.raises(InputError, match=r"^--overwrite with --shard would remove what the other jobs did: remove the"):
         opened(tmp_path / "cut", shard=Share(1, 2), overwrite=True).__enter__()
-    with opened(tmp_path / "cut", overwrite=True) as anew:
-        assert anew.path == tmp_path / "cut" / STATE / LEDGER
-        assert not (tmp_path / "cut" / STATE / AGREEMENT).exists()
+    overwrite(tmp_path / "cut", images)
+    assert sorted(path.name for path in (tmp_path / "cut" / STATE).iterdir()) == [LEDGER, LOCK]
 
 
-def test_overwriting_removes_the_summaries_of_jobs(tmp_path: Path) -> None:
+def test_overwriting_removes_the_summaries_of_jobs(out: Path, images: Path) -> None:
     for name in ("summary-00001-of-00002.json", SUMMARY, "summary-of-mine.txt"):
-        (tmp_path / name).touch()
-    with opened(tmp_path, overwrite=True):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [STATE, "summary-of-mine.txt"]
+        (out / name).touch()
+    overwrite(out, images)
+    assert sorted(path.name for path in out.iterdir()) == [STATE, PREDICTIONS, "summary-of-mine.txt"]
 
 
 def test_a_job_that_fails_removes_its_own_folder_alone(tmp_path: Path, images: Path) -> None:

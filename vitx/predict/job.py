@@ -22,8 +22,8 @@ from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
-from vitx.predict.inputs.inventory import Inventory, named_images, take_inventory
-from vitx.predict.inputs.stores import is_folder, is_url
+from vitx.predict.inputs.inventory import Inventory, take_inventory
+from vitx.predict.inputs.stores import is_url
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
@@ -98,8 +98,6 @@ def predict(
         return {"draft": checked.model_dump(mode="json")}
 
     summary_path = out / summary_name(options.share)
-    if options.overwrite and not is_folder(where):
-        named_images(where, lambda name: None)  # raises for a typing error, before anything is removed
     with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
         take = partial(take_inventory, where, ledger, options.shard_size, columns)
         run = open_run(ledger, out, settings, take, partial(measure, ledger), options.share)

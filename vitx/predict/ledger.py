@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.files import sha256_file
+from vitx.core.files import rename, sha256_file
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.options import WHOLE, Share
 
@@ -111,8 +111,11 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._lock = threading.RLock()
+        self._connect(path)
+
+    def _connect(self, path: Path) -> None:
+        self.path = path
         # isolation_level None: no implicit BEGIN.
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
@@ -162,6 +165,13 @@ class Ledger:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+    def move(self, path: Path) -> None:
+        """Rename its file, which no other connection may have open."""
+        with self._lock:
+            self.close()  # which writes the log into the file
+            rename(self.path, path)
+            self._connect(path)
 
     def description(self) -> dict[str, Any]:
         """Of the run; empty before `create`."""

@@ -23,14 +23,17 @@ from vitx.predict.summary import SUMMARY
 
 # OUT/.vitx/ holds the lock and the ledger, or with --shard a folder for each job's, and what all jobs must agree on.
 STATE, LEDGER, AGREEMENT = ".vitx", "ledger.sqlite", "shards.json"
+# With --overwrite the ledger of the new run, until all is checked and the old one is removed.
+NEW_LEDGER = f"{LEDGER}.new"
 
 
 @contextmanager
 def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
     """Yield the ledger of the run that writes to `out`; nobody else has it within the block.
 
-    If the block raises before the input is listed, the folders that were made here are removed again. Raises InputError
-    when `out` cannot be written, another process works on it, it holds predictions of another run, or is damaged.
+    With --overwrite what is there stays until `open_run` has created the new run. If the block raises before the input
+    is listed, the folders that were made here are removed again. Raises InputError when `out` cannot be written,
+    another process works on it, it holds predictions of another run, or is damaged.
     """
     share = options.share
     if options.overwrite and share != WHOLE:
@@ -42,16 +45,16 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
         try:
             make_folder(out)
             held.enter_context(locked(state, out))
-            if options.overwrite:
-                _remove(out, held)
+            if options.overwrite:  # refused now, not behind a listing that takes an hour
+                with ExitStack() as jobs:
+                    _hold_jobs(out, jobs)
         except OSError as error:
             raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
         try:
-            _refuse_others(out, share)
-            remove_leftovers(out, share)
-            for left in state.glob(f"{COPY}*"):  # by a process that was killed
-                left.unlink()
-            with closing(Ledger(state / LEDGER)) as ledger:
+            if not options.overwrite:
+                _refuse_others(out, share)
+            _remove_leftovers(out, state, share)  # of a process that was killed
+            with closing(Ledger(state / (NEW_LEDGER if options.overwrite else LEDGER))) as ledger:
                 listed = True
                 try:
                     yield ledger
@@ -70,7 +73,13 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
             again = "choose another folder, or pass --overwrite"
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
-            remove_leftovers(out, share)
+            _remove_leftovers(out, state, share)
+
+
+def _remove_leftovers(out: Path, state: Path, share: Share) -> None:
+    remove_leftovers(out, share)
+    for left in (*state.glob(f"{COPY}*"), *state.glob(f"{NEW_LEDGER}*")):
+        left.unlink()
 
 
 def _refuse_others(out: Path, share: Share) -> None:
@@ -88,15 +97,27 @@ def _refuse_others(out: Path, share: Share) -> None:
         raise InputError(f"'{out}' holds {PREDICTIONS} of another run: choose another folder, or pass --overwrite")
 
 
-def _remove(out: Path, held: ExitStack) -> None:
-    """Remove everything but the lock: if that were removed, two processes might have one each."""
-    state = [path for path in (out / STATE).iterdir() if path.name != LOCK]
-    for job in filter(Path.is_dir, state):
+def _hold_jobs(out: Path, held: ExitStack) -> None:
+    for job in filter(Path.is_dir, (out / STATE).iterdir()):
         held.enter_context(locked(job, out))
-    # The summaries first: a crash in between must not leave them beside predictions of another run.
-    for path in (out / SUMMARY, *out.glob("summary-*-of-*.json"), *state, out / PREDICTIONS):
-        shutil.rmtree(path, ignore_errors=True)
-        path.unlink(missing_ok=True)
+
+
+def _replace_old(out: Path, ledger: Ledger) -> None:
+    """Put `ledger` in the place of the old run, of which the lock stays: without it two processes might have one each.
+
+    Raises InputError, before anything is removed, if a job of --shard has begun meanwhile.
+    """
+    with ExitStack() as held:
+        _hold_jobs(out, held)
+        state = [path for path in (out / STATE).iterdir() if not path.name.startswith((LOCK, NEW_LEDGER))]
+        try:
+            # The summaries first: a crash in between must not leave them beside predictions of another run.
+            for path in (out / SUMMARY, *out.glob("summary-*-of-*.json"), *state, out / PREDICTIONS):
+                shutil.rmtree(path, ignore_errors=True)
+                path.unlink(missing_ok=True)
+            ledger.move(out / STATE / LEDGER)
+        except OSError as error:
+            raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
 
 
 class Run(NamedTuple):
@@ -117,7 +138,7 @@ def open_run(
     measure: Callable[[Inventory], dict[str, Any]] = lambda inventory: {},
     share: Share = WHOLE,
 ) -> Run:
-    """Create the run, or go on with it.
+    """Create the run, with --overwrite in the place of the old one, or go on with it.
 
     settings: all that the rows depend on. take: lists the input. measure: called then; what it returns is kept. Raises
     InputError when the run or the other jobs of a --shard have other settings, or found another input.
@@ -132,8 +153,10 @@ def open_run(
         found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         described = settings | found | {"measured": measure(taken)}
-        make_folder(out / PREDICTIONS)
         ledger.create(described, taken.shards, share)
+        if ledger.path.name == NEW_LEDGER:
+            _replace_old(out, ledger)
+    make_folder(out / PREDICTIONS)  # also where someone removed it
     run = ledger.description()
     _refuse_changes(out, run, settings)
     return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)

@@ -27,9 +27,11 @@ from server_process import wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS
+from vitx.predict.inputs.inventory import Inventory
+from vitx.predict.ledger import Shard
 from vitx.predict.options import PredictOptions, Share
 from vitx.predict.pipeline.lock import LOCK, locked
-from vitx.predict.state import LEDGER, STATE, open_ledger
+from vitx.predict.state import LEDGER, STATE, open_ledger, open_run
 
 COUNT, SHARD = 12, 2
 REFUSED = "is writing to '{}': wait until it has ended, or stop it; for several processes give each a part of the input"
@@ -275,6 +277,11 @@ def opened(out: Path, **options: Any) -> Any:
     return open_ledger(out, PredictOptions(**options))
 
 
+def overwrite(out: Path) -> None:
+    with opened(out, overwrite=True) as ledger:
+        open_run(ledger, out, {}, lambda share: Inventory("", (Shard("tar", "a.tar"),)))
+
+
 def test_overwriting_is_refused_while_a_job_of_several_works(tmp_path: Path) -> None:
     (tmp_path / PREDICTIONS).mkdir()
     with opened(tmp_path, shard=Share(1, 2)), opened(tmp_path, shard=Share(2, 2)):
@@ -288,14 +295,14 @@ def test_overwriting_is_refused_while_a_job_of_several_works(tmp_path: Path) -> 
         after = content(tmp_path)
         assert after.pop(f"{STATE}/{LOCK}")
         assert after == before
-    with opened(tmp_path, overwrite=True):
-        assert not list((tmp_path / STATE).glob("shard*"))
-        assert not (tmp_path / PREDICTIONS).exists()
+    overwrite(tmp_path)
+    assert not list((tmp_path / STATE).glob("shard*"))
+    assert not list((tmp_path / PREDICTIONS).iterdir())
 
 
 def test_overwriting_leaves_the_lock_in_its_place(tmp_path: Path) -> None:
     with opened(tmp_path):
         pass
     before = (tmp_path / STATE / LOCK).stat().st_ino
-    with opened(tmp_path, overwrite=True):
-        assert (tmp_path / STATE / LOCK).stat().st_ino == before
+    overwrite(tmp_path)
+    assert (tmp_path / STATE / LOCK).stat().st_ino == before
