@@ -102,6 +102,17 @@ def test_a_relative_source_is_the_same_run(
     assert run(tiny_bundle, spy, "../in/", tmp_path / "out").images_here == 6
 
 
+def test_a_relative_pattern_is_of_this_folder_alone(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(images, tmp_path / "a1")
+    images.rename(images.parent / "a[1]")
+    monkeypatch.chdir(tmp_path / "a[1]")
+    run(tiny_bundle, Spy(), "*.png", tmp_path / "out")
+    found = pq.read_table(tmp_path / "out" / PREDICTIONS)["path"].to_pylist()
+    assert found == [f"{tmp_path}/a[1]/{index}.png" for index in range(6)]
+
+
 def settings(out: Path) -> dict[str, Any]:
     with closing(sqlite3.connect(out / ".vitx" / "ledger.sqlite")) as ledger:
         (text,) = ledger.execute("SELECT description FROM run").fetchone()

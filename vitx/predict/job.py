@@ -1,7 +1,6 @@
 """`vitx predict`: create the run or go on with it, verify what is done, work until all is done, summarise."""
 
 import hashlib
-import os
 import re
 import signal
 import threading
@@ -23,7 +22,7 @@ from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.inputs.stores import is_url
+from vitx.predict.inputs.stores import absolute, is_url
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
@@ -79,7 +78,7 @@ def predict(
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
-    where = str(source) if is_url(str(source)) else os.path.abspath(source)  # the next call may be in another folder
+    where = absolute(str(source))  # the next call may be in another folder
     settings: dict[str, Any] = {
         "input": where,
         "bundle": sha256_file(bundle.path / MANIFEST),

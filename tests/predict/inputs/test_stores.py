@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
-from vitx.predict.inputs.stores import expand, is_image_name, join, read_bytes, version_of, walk_images
+from vitx.predict.inputs.stores import absolute, expand, is_image_name, join, read_bytes, version_of, walk_images
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,39 @@ def test_a_pattern_gives_files_and_no_folders(tmp_path: Path) -> None:
     assert sorted(expand(f"{tmp_path}/**/*.png")) == [
         f"{tmp_path}/{name}" for name in ("a.png", "sub.png/b.png", "sub.png/deep/c.png")
     ]
+
+
+@pytest.mark.parametrize("folder", ["a[1]", "a*", "a?[[]", ".hidden"])
+def test_a_pattern_is_of_the_folder_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Not of another whose name that folder's would match."""
+    for name in ("a1/b/1.png", "ab/b/2.png", f"{folder}/b/3.png", f"{folder}/b[3]/4.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / folder)
+    here = f"{tmp_path}/{folder}"
+    assert list(expand(absolute("b/*.png"))) == list(expand("b/*.png")) == [f"{here}/b/3.png"]
+    assert list(expand(absolute("b*/../b/../b/*.png"))) == [f"{here}/b/3.png"]
+    assert sorted(expand(absolute("*/*.png"))) == [f"{here}/b/3.png", f"{here}/b[3]/4.png"]
+    assert absolute("b[3]/4.png") == f"{here}/b[3]/4.png"
+    monkeypatch.chdir("b")
+    assert list(expand(absolute("../b/?.png"))) == [f"{here}/b/3.png"]
+
+
+def test_above_a_link_is_above_what_it_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("far/images/1.png", "far/target/2.png", "near/images/3.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "target")
+    monkeypatch.chdir(tmp_path / "near")
+    for source in ("link/../images", f"{tmp_path}/near/link/..//images/", "./link/./../../far/images"):
+        assert absolute(source) == f"{tmp_path}/far/images"
+        assert [name for name, _ in walk_images(source, print)] == ["1.png"]
+        assert list(expand(f"{source}/*.png")) == [f"{tmp_path}/far/images/1.png"]
+    assert [absolute("link/.."), absolute("link/../")] == [f"{tmp_path}/far"] * 2
+    assert [absolute("."), absolute(""), absolute("images/")] == [*[f"{tmp_path}/near"] * 2, f"{tmp_path}/near/images"]
+    assert [absolute("/"), absolute("/../.."), absolute("s3://a/../b")] == ["/", "/", "s3://a/../b"]
 
 
 @pytest.mark.skipif(not hasattr(os, "symlink"), reason="links")

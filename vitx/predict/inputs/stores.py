@@ -5,6 +5,7 @@ UTF-8. stopped: when it is set, what a store is asked ends with CancelledError.
 """
 
 import errno
+import glob
 import inspect
 import io
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,6 +30,8 @@ Entries = Iterator[tuple[str, dict[str, Any] | ImageError | OSError]]
 Above = frozenset[tuple[int, int]]
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
+# As `glob.escape` writes a character of a pattern that means itself.
+_ESCAPED = re.compile(r"\[([*?[])\]")
 
 
 def is_url(location: str) -> bool:
@@ -40,6 +44,16 @@ def join(base: str, name: str) -> str:
     if not base or is_url(name) or name.startswith("/") or (os.name == "nt" and os.path.isabs(name)):
         return name
     return f"{base.rstrip('/')}/{name}"
+
+
+def absolute(location: str) -> str:
+    """A URL as it is, and a path or pattern as `os.path.abspath`, but `..` behind a link is where the system goes."""
+    if is_url(location):
+        return location
+    above, dots, below = f"{location}/".rpartition("/../")
+    folder, name = (os.path.realpath(f"{above}/.."), below.strip("/")) if dots else (os.getcwd(), location)
+    # Of a pattern the folders above are none: they may have brackets or stars in their names.
+    return os.path.abspath(os.path.join(folder if os.path.exists(location) else glob.escape(folder), name))
 
 
 def is_image_name(name: str) -> bool:
@@ -113,8 +127,9 @@ def expand(pattern: str) -> Iterator[str]:
     """Yield the locations that a glob pattern matches, and folders that cannot be listed, as `walk_images`."""
     # Two stars are special between slashes only.
     system, path = _opened(re.sub(r"(?<![/*])\*\*+|\*\*+(?![/*]|$)", "*", pattern))
-    fixed = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-    parts = path[len(fixed) + 1 :].split("/")
+    parts = path.split("/")
+    plain = list(takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts[:-1]))
+    fixed, parts = _ESCAPED.sub(r"\1", "/".join(plain)), parts[len(plain) :]
 
     def enters(folder: str) -> bool:
         return _match(folder.rstrip("/").split("/"), parts, beginning=True)
@@ -142,7 +157,7 @@ def _match(names: list[str], parts: list[str], *, beginning: bool = False) -> bo
 def _opened(location: str) -> tuple[Any, str]:
     """The file system of a URL, or None for a folder of this machine; and the path in it."""
     if not is_url(location):
-        return None, os.path.abspath(location).rstrip("/")
+        return None, absolute(location).rstrip("/")
     system, path = remote.remote_filesystem(location)
     system.invalidate_cache()  # of an earlier listing in this process
     return system, path.rstrip("/")
