@@ -26,7 +26,7 @@ def extend_run(
     contents = list_input(source, ledger, columns, again=True)
     new, pending, changed, unchanged, gone = ledger.compare(_read(ledger, out, containers))
     found = {"new": new + pending, "changed": changed, "unchanged": unchanged}
-    replaced, added = list[tuple[int, Shard]](), list[Shard]()
+    replaced, added = list[tuple[int, Shard, bool]](), list[Shard]()
     for location, group in groupby(contents.shards, lambda unit: unit.location):
         units, known = list(group), containers.pop(location, [])
         done = [one.id for one in known if one.kept]
@@ -39,7 +39,10 @@ def extend_run(
             # Parquet may have more row groups than before, or fewer: the others become parts without rows.
             added += units[len(known) :]
             units += [Shard("parquet", location, 0, 0)] * (len(known) - len(units))
-            replaced += [(one.id, unit) for one, unit in zip(known, units, strict=False)]
+            # Not rows that another part may have now: a key would be there twice.
+            alone = len(known) == len(units) == 1
+            pairs = zip(known, units, strict=False)
+            replaced += [(k.id, unit, alone or (columns.key is None and k.shard == unit)) for k, unit in pairs]
         found["changed" if differs and done else "unchanged" if known and len(done) == len(known) else "new"] += 1
     if columns.key is not None:
         refuse_equal_keys(run.base, contents.shards, columns.key, _keys_of_gone(out, containers))

@@ -5,7 +5,8 @@ name need not be valid Unicode, with NUL for "/": in this order "a/b" comes befo
 
 shard: done when its digest is set, the sha256 of its record, see `ShardRecord`, where that of the output file is. made:
 the sha256 of the record of the file that was, or is about to be, renamed into place; NULL once the shard is to be done
-again. kept: the sha256 of its last file, while that has rows which stay; again: the places of rows that do not.
+again. kept: the sha256 of its last file, while that has rows which stay; again: the places of rows that do not, unless
+their images are gone.
 
 seal: of the run, see `Ledger._seal`. SQLite has no checksums, and one bit may take a thousand images out of a shard.
 """
@@ -35,6 +36,8 @@ BUSY_SECONDS = 60.0
 FORMAT = 9
 # Rows that are read at once.
 PAGE = 4096
+# The place that stands for all.
+EVERY_ROW = -1
 # Begins the names of its copies, see `Ledger.copied`.
 COPY = "images-"
 
@@ -50,6 +53,8 @@ PRAGMA user_version = {FORMAT}
 _CODEC = ("utf-8", "surrogateescape")
 _SHARD = "kind, location, start, count"
 _NEW = "name NOT IN (SELECT name FROM image)"
+# A line of a list, as a rule, whose image is gone.
+_UNKNOWN = "(found.version ISNULL AND read.version NOTNULL)"
 _SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
 # Of a record, as JSON. kept: the file that a shard has, or whose rows it keeps.
 _FILE, _IMAGES, _ERRORS = (f"json_extract(record, '$[{place}]')" for place in range(3))
@@ -245,7 +250,8 @@ class Ledger:
         (counts,) = self._rows(
             f"SELECT (SELECT count(*) FROM found WHERE {_NEW}), count(*) FILTER (WHERE here AND NOT done), "
             "count(*) FILTER (WHERE here AND differs), count(*) FILTER (WHERE here AND NOT differs), "
-            "count(*) FILTER (WHERE NOT here) FROM (SELECT found.name NOTNULL AS here, read.id NOTNULL AS done, "
+            f"count(*) FILTER (WHERE NOT here) FROM (SELECT found.name NOTNULL AND NOT {_UNKNOWN} AS here, "
+            "read.id NOTNULL AS done, "
             "CASE WHEN read.id NOTNULL THEN read.version IS NOT found.version END AS differs "
             "FROM image LEFT JOIN read USING (id) LEFT JOIN found USING (name))"
         )
@@ -256,25 +262,28 @@ class Ledger:
         description: dict[str, Any],
         shard_size: int,
         *,
-        replaced: Iterable[tuple[int, Shard]] = (),
+        replaced: Iterable[tuple[int, Shard, bool]] = (),
         added: Iterable[Shard] = (),
     ) -> None:
         """Add to the run what the last comparison found: new images, and those to be read again in a finished file.
 
-        description: of the run, from now on. replaced: shards that are to be done anew, by number. added: others.
+        description: of the run, from now on. replaced: shards that are to be done anew, by number, and whether the rows
+        of their last file stay if theirs is gone. added: others.
         """
         changed = (
             "SELECT json_group_array(place), shard FROM (SELECT place, shard FROM read JOIN image USING (id) "
-            "JOIN found USING (name) WHERE read.version IS NOT found.version ORDER BY id) GROUP BY shard"
+            f"JOIN found USING (name) WHERE read.version IS NOT found.version AND NOT {_UNKNOWN} ORDER BY id) "
+            "GROUP BY shard"
         )
         with self._writing() as run:
             self._connection.executemany(
                 f"UPDATE shard SET again = ?, kept = {_KEPT}, {_SET_FREE} WHERE id = ?",
                 run(changed).fetchall(),
             )
-            anew = f"kept = NULL, again = NULL, start = ?, count = ?, record = NULL, {_SET_FREE}"
-            for number, shard in replaced:
-                run(f"UPDATE shard SET {anew} WHERE id = ?", (shard.start, shard.count, number))
+            kept = f"kept = CASE WHEN ? THEN {_KEPT} END, again = '[{EVERY_ROW}]'"
+            anew = f"{kept}, start = ?, count = ?, record = NULL, {_SET_FREE}"
+            for number, shard, stays in replaced:
+                run(f"UPDATE shard SET {anew} WHERE id = ?", (stays, shard.start, shard.count, number))
             ((last, before),) = self._rows("SELECT max(id), (SELECT count(*) FROM image) FROM shard")
             new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {self._order}"
             after = before + run(f"INSERT INTO image (name) {new}").rowcount

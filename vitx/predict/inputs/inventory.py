@@ -39,12 +39,14 @@ class Item(NamedTuple):
     """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
     copied: a `pyarrow.RecordBatch` of one row of columns that go on to the output. version: see `stores.version_of`.
+    place: in its shard, where rows of it are kept.
     """
 
     key: str
     source: str | bytes | UInt8Array | ImageError
     copied: Any = None
     version: str | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,8 @@ def read_shard(
         where = f"Parquet file beyond row {row}"
         if shard.kind == "tar":
             where = "tar file to its end, what follows was not predicted"
-        reason = ImageError(f"cannot read the {where}: {error}")
+        kind = stores.Gone if isinstance(error, FileNotFoundError) else ImageError
+        reason = kind(f"cannot read the {where}: {error}")
     if shard.count is None:
         yield Item(shard.location, reason, version=version)
     for lost in range(row, end):

@@ -34,6 +34,10 @@ _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modif
 _ESCAPED = re.compile(r"\[([*?[])\]")
 
 
+class Gone(ImageError):
+    """There is nothing at the location."""
+
+
 def is_url(location: str) -> bool:
     return "://" in location
 
@@ -75,7 +79,8 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     except VitxError as error:  # a URL that nothing here can open is one bad row of a list
         raise ImageError(str(error)) from None
     except (OSError, ValueError) as error:  # a path of a Parquet file may have a zero byte
-        raise ImageError(f"cannot open the image: {getattr(error, 'strerror', None) or error}") from None
+        kind = Gone if isinstance(error, FileNotFoundError) else ImageError
+        raise kind(f"cannot open the image: {getattr(error, 'strerror', None) or error}") from None
 
 
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:

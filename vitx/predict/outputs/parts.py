@@ -22,7 +22,7 @@ import pyarrow.types as types
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
-from vitx.predict.ledger import ShardRecord
+from vitx.predict.ledger import EVERY_ROW, ShardRecord
 from vitx.predict.options import WHOLE, Share
 from vitx.runtimes.session import Float32Array
 
@@ -94,13 +94,17 @@ class Part(NamedTuple):
 
 
 class KeptRows:
-    """The rows of a finished file that stay when others are made again: those without an error that are not `again`."""
+    """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
+
+    Also those `again` whose images are gone.
+    """
 
     def __init__(self, path: Path, again: frozenset[int]) -> None:
         with path.open("rb") as file:
             table = pq.ParquetFile(file).read(columns=["path", "error"])
         self._path, self._keys = path, table["path"].to_pylist()
-        self._again = again.union(np.flatnonzero(table["error"].is_valid().to_numpy()).tolist())
+        errors = frozenset(np.flatnonzero(table["error"].is_valid().to_numpy()).tolist())
+        self._again, self._predicted = again | errors, again - errors
         # Whether the row at each place of the new file is that of the old one.
         self._kept: list[bool] = []
 
@@ -112,9 +116,20 @@ class KeptRows:
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
         row = len(self._kept)
-        kept = row < len(self._keys) and row not in self._again and self._keys[row] == escape_invalid_utf8(key)
+        again = row in self._again or EVERY_ROW in self._again
+        kept = row < len(self._keys) and not again and self._keys[row] == escape_invalid_utf8(key)
         self._kept.append(kept)
         return kept
+
+    def keep_gone(self, place: int) -> bool:
+        """Called for a single image that is gone: whether the row of its prediction is kept."""
+        self._kept[place] = place in self._predicted
+        return self._kept[place]
+
+    def keep_all(self) -> int:
+        """Called if the file that the rows are of is gone: all are kept; return how many."""
+        self._kept = [True] * len(self._keys)
+        return len(self._kept)
 
     def merge_into(self, path: Path) -> None:
         """Put the kept rows among the new ones of the file at `path`."""

@@ -16,6 +16,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.inputs.stores import Gone
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
@@ -60,23 +61,35 @@ class Job:
 
 @dataclass
 class Reading:
-    """A shard, and what is found in it while it is read. kept: rows of its last file, which are not made again."""
+    """A shard, and what is found in it while it is read. kept: rows of its last file, which are not made again.
+
+    gone: the tar or Parquet file is no longer there, and all its rows are kept.
+    """
 
     claim: Claim
     kept: KeptRows | None
     skipped: SkippedNames = field(default_factory=SkippedNames)
     images: int = 0
+    gone: bool = False
 
     def remaining(self, items: Iterable[Item]) -> Iterator[Item]:
         for item in items:
+            if self.kept is not None and isinstance(item.source, Gone):  # single images are not read yet
+                self.images, self.gone = self.kept.keep_all(), True
+                return
             self.images += 1
             if self.kept is None or not self.kept.keep(item.key):
-                yield item
+                yield item._replace(place=self.images - 1)
+
+    def stays(self, item: Item) -> bool:
+        """Whether the row of an image is kept that was to be read again and is gone."""
+        gone = isinstance(item.source, Gone) and self.claim.shard.kind == "images"
+        return gone and self.kept is not None and self.kept.keep_gone(item.place)
 
     def listed(self) -> int:
         """How many names the shard has, as it was listed where images are counted then."""
         count = self.claim.shard.count
-        return (self.images if count is None else count) + self.skipped.count
+        return (self.images if count is None or self.gone else count) + self.skipped.count
 
 
 # Images of one shard on their way through the pipeline. None follow when all of it has been read.
@@ -182,7 +195,7 @@ class Worker:
         waiting: list[Item] = []
         size = self.job.options.batch_size
         for reading, images in decoded:
-            waiting += images
+            waiting += [item for item in images if not reading.stays(item)]
             # A full batch, or at the end of the shard what is left.
             while len(waiting) >= size or (waiting and not images):
                 yield reading, waiting[:size]

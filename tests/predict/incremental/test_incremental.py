@@ -1,94 +1,30 @@
 """`--incremental`: what is new or changed is predicted, nothing else is, and every key keeps exactly one row."""
 
-import io
 import json
 import os
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pandas
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, NumpySession, colour_image, listed_names, png, tar_of
+from bundle_fixture import LABELS, listed_names
 from cli_fixture import Vitx
+from increments import IMAGES, LABEL, Counting, counts, rows, run, table, tar, ten_images, write
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
-from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict import PREDICTIONS, SUMMARY
 from vitx.predict.inputs.stores import version_of
-from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
-from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import Part, part_path
-
-PIXELS = [colour_image(index % 4, np.random.default_rng(index)) for index in range(16)]
-IMAGES = [png(pixels) for pixels in PIXELS]
-LABEL = [LABELS[index] for index in NumpySession().infer(np.stack(PIXELS)).argmax(axis=1)]
-
-
-class Counting(NumpySession):
-    """Counts the images that it predicts; `most`: and is stopped at this one."""
-
-    def __init__(self, most: int | None = None) -> None:
-        super().__init__()
-        self.images, self.most = 0, most
-
-    def _infer(self, images: Any) -> Any:
-        if self.most is not None and self.images >= self.most:
-            raise KeyboardInterrupt
-        self.images += len(images)
-        return super()._infer(images)
-
-
-def run(
-    bundle: Bundle, source: Path | str, out: Path, session: Counting | None = None, **options: Any
-) -> tuple[PredictionSummary, int]:
-    """The summary, and how many images were predicted."""
-    session = session or Counting()
-    given = PredictOptions(**{"shard_size": 4, "batch_size": 2, "decode_threads": 1, "incremental": True} | options)
-    return predict(bundle, session, str(source), out, given, quiet=True), session.images
-
-
-def counts(summary: PredictionSummary) -> tuple[int, ...]:
-    assert summary.increment is not None
-    return tuple(summary.increment.model_dump().values())
-
-
-def rows(out: Path) -> dict[str, Any]:
-    """By key, each of which is there once; a row without a prediction as its error."""
-    table = pq.read_table(out / PREDICTIONS).to_pylist()
-    assert len({row["path"] for row in table}) == len(table)
-    return {row["path"]: row["class"] or row["error"] for row in table}
-
-
-def write(path: Path, data: bytes) -> None:
-    """Never with the time that the file had before, however coarse the clock of the file system is."""
-    before = path.stat().st_mtime_ns if path.exists() else 0
-    path.write_bytes(data)
-    os.utime(path, ns=(before + 1, max(before + 1_000_000, path.stat().st_mtime_ns)))
-
-
-def tar(path: Path, members: dict[str, bytes]) -> None:
-    write(path, tar_of(members))
-
-
-def table(path: Path, images: Sequence[bytes], row_group_size: int, **columns: Any) -> None:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"image": list(images)} | columns), file, row_group_size=row_group_size)
-    write(path, file.getvalue())
+from vitx.predict.ledger import EVERY_ROW, Claim, Ledger, Shard, ShardRecord
+from vitx.predict.outputs.parts import part_path
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten images in three shards."""
-    (tmp_path / "in").mkdir()
-    for index in range(10):
-        write(tmp_path / "in" / f"{index:02d}.png", IMAGES[index])
-    return tmp_path / "in"
+    return ten_images(tmp_path / "in")
 
 
 def test_an_input_that_did_not_change_is_left_alone(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
@@ -336,29 +272,6 @@ def test_nobody_else_adds_anything_meanwhile(
     assert (counts(summary), len(rows(out))) == ((1, 1, 9, 0), 11)
 
 
-def test_rows_of_images_that_are_gone_outlive_a_kill_after_a_file_was_replaced(
-    tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file that was there has them, and so has the new one; the images are in none."""
-    out = tmp_path / "out"
-    run(tiny_bundle, folder, out)
-    before = rows(out)
-    write(folder / "00.png", IMAGES[1])
-    (folder / "01.png").unlink()
-    publish = Part.publish
-
-    def killed(part: Part) -> None:
-        publish(part)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Part, "publish", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny_bundle, folder, out)
-    monkeypatch.undo()
-    run(tiny_bundle, folder, out)
-    assert rows(out) == before | {"00.png": before["01.png"]}
-
-
 def test_errors_are_tried_again_at_the_same_time(tiny_bundle: Bundle, tmp_path: Path) -> None:
     paths = [{"bytes": None, "path": f"{index}.png"} for index in range(4)]
     table(tmp_path / "a.parquet", paths, 2)  # type: ignore[arg-type]
@@ -461,8 +374,8 @@ def test_an_extension_keeps_the_rows_of_a_finished_shard(tmp_path: Path) -> None
             Claim(2, Shard("images", "", 3, 1)),
         ]
         # Before it was done: it still keeps the rows of the last finished file.
-        assert extend(2, {"b": "new", "a": "old"}, replaced=[(2, other)], added=[other]) == (0, 0, 1, 1, 2)
-        assert [claim.again for claim in ledger.unfinished()] == [{1}, frozenset(), frozenset()]
+        assert extend(2, {"b": "new", "a": "old"}, replaced=[(2, other, True)], added=[other]) == (0, 0, 1, 1, 2)
+        assert [claim.again for claim in ledger.unfinished()] == [{1}, {EVERY_ROW}, frozenset()]
         assert ledger.totals().expected is None
         ledger.commit(next(ledger.unfinished()), ShardRecord("new", 3, 0, {}), lambda: None)
         assert (ledger.description(), [claim.id for claim in ledger.unfinished()]) == ({"number": 2}, [2, 3])
