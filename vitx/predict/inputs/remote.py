@@ -197,7 +197,9 @@ class RemoteFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        content = self._tried(lambda file: self._block(file, min(len(buffer), BLOCK_BYTES)))
+        content, broken = self._tried(lambda file: self._block(file, min(len(buffer), BLOCK_BYTES)))
+        if broken:
+            self._leave()
         buffer[: len(content)] = content
         self._place += len(content)
         return len(content)
@@ -240,17 +242,29 @@ class RemoteFile(io.RawIOBase):
         self._version = version or self._version
         return file
 
-    def _block(self, file: Any, size: int) -> bytes:
-        """Bytes from here on: fewer than `size` at the end only."""
+    def _block(self, file: Any, size: int) -> tuple[bytes, bool]:
+        """Bytes from here on, and whether the connection broke behind them; else fewer than `size` at the end only."""
         content = bytearray()
         try:
             if file.tell() != self._place:
                 file.seek(self._place)
             while len(content) < size and (more := file.read(size - len(content))):
                 content += more
-        except ValueError:  # of fsspec's HTTP
+        except Exception as error:  # each store raises its own library's errors
+            if content:
+                return bytes(content), True
+            if not isinstance(error, ValueError):  # of fsspec's HTTP
+                raise
             raise ImageError(
                 f"the server gives no part of a file, and byte {self._place:,} has to be asked for: the file is "
                 "Parquet, or the connection broke there; copy it to this machine or to a store"
             ) from None
-        return bytes(content)
+        return bytes(content), False
+
+
+class BlockReader(io.BufferedReader):
+    """Asks for whole blocks, also for `read1`, which would ask for as little as its caller wants: tarfile 10 KiB."""
+
+    def read1(self, size: int = -1, /) -> bytes:
+        block = bytearray(BLOCK_BYTES if size < 0 else size)
+        return bytes(memoryview(block)[: self.readinto1(block)])

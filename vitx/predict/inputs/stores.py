@@ -7,7 +7,6 @@ UTF-8. stopped: when it is set, what a store is asked ends with CancelledError.
 import errno
 import glob
 import inspect
-import io
 import os
 import re
 import stat
@@ -87,7 +86,7 @@ def open_stream(location: str, stopped: threading.Event | None = None) -> Binary
     """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
     if not is_url(location):
         return Path(location).open("rb")
-    return cast(BinaryIO, io.BufferedReader(remote.RemoteFile(location, stopped), remote.BLOCK_BYTES))
+    return cast(BinaryIO, remote.BlockReader(remote.RemoteFile(location, stopped), remote.BLOCK_BYTES))
 
 
 def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[tuple[str, str | None]]:
