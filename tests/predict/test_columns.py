@@ -120,6 +120,15 @@ def test_what_was_not_asked_for_is_no_name_of_ours(tiny_bundle: Bundle, tmp_path
     assert output(tmp_path / "out")["logits"].to_pylist() == list(range(6))
 
 
+@pytest.mark.parametrize("named", [None, "image"])
+def test_two_columns_of_images_of_one_name_are_refused(tiny_bundle: Bundle, tmp_path: Path, named: str | None) -> None:
+    images, numbers = pa.array([b"a"]), pa.array([1])
+    for second in (images, numbers):
+        pq.write_table(pa.Table.from_arrays([images, second], ["image", "image"]), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match="the columns image, image: expected one named 'image'; rename"):
+            run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", image_column=named)
+
+
 def test_two_columns_of_one_name_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
     twice = table(label=[0] * 6).append_column("label", [[1] * 6])
     pq.write_table(twice, tmp_path / "a.parquet")

@@ -216,4 +216,7 @@ def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
     texts = [kind for kind in kinds if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind)]
     if key is not None and (len(kinds), len(texts)) != (1, 1):
         raise InputError(f"{has}: expected one named '{key}' of strings or integers, as --key asks")
-    return preferred[0] if given is None else given
+    chosen = preferred[0] if given is None else given
+    if schema.names.count(chosen) > 1:
+        raise InputError(f"{has}: expected one named '{chosen}'; rename the others")
+    return chosen
