@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
+from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
@@ -28,6 +29,7 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.job import sigterm_interrupts
 from vitx.predict.ledger import Ledger, Shard, names_of
 from vitx.predict.options import PredictOptions
+from vitx.predict.outputs.parts import PartWriter
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Output, Performance, execute_here
 from vitx.predict.pipeline.worker import Job
@@ -263,6 +265,16 @@ def test_sigterm_interrupts_within_the_block_alone() -> None:
         assert mine == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_the_command_with_the_shells_code_and_nothing_half_written(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitx: Vitx
+) -> None:
+    monkeypatch.setattr(PartWriter, "add", lambda *_: signal.raise_signal(signal.SIGTERM))
+    code, out, _ = vitx("predict", tiny_bundle.path, images, "--out", tmp_path / "out", "--device", "cpu")
+    assert (code, out) == (128 + signal.SIGTERM, "")
+    assert f"with exit code {code} " in (Path(__file__).parents[2] / "docs" / "predict.md").read_text(encoding="utf-8")
+    assert list((tmp_path / "out" / PREDICTIONS).iterdir()) == []
 
 
 def test_a_bundle_without_a_certificate_is_refused_unless_that_is_allowed(

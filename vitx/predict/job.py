@@ -173,7 +173,8 @@ def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Abstra
 def sigterm_interrupts() -> Iterator[None]:
     """Make SIGTERM, which schedulers send, raise KeyboardInterrupt within the block: temporary files are removed.
 
-    Nothing changes if the program handles SIGTERM itself, or outside the main thread, where Python sets no handlers.
+    Nothing changes if the program handles SIGTERM itself, as the command line does, or outside the main thread, where
+    Python sets no handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
