@@ -166,8 +166,9 @@ def test_every_whole_image_before_an_error_of_the_disk_is_read(packed: bool) -> 
 
 
 def test_what_is_no_image_is_counted_and_a_folder_is_nothing() -> None:
-    """A name is hidden by its last part alone."""
-    names = ["a/b.PNG", "notes.txt", "a/b/.c.png", ".a/.b/c.png", "a.png.txt", "a/README", ".d.png"]
+    """A name is hidden by any part that begins with a dot, as of a file."""
+    names = ["a/b.PNG", "notes.txt", "a/b/.c.png", ".a/c.png", "./a/.b/c.png", "a.png.txt", "a/README", "..d.png"]
+    names += ["./e.png", "../f.png", "g/./../h.png"]
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name in names:
@@ -177,9 +178,9 @@ def test_what_is_no_image_is_counted_and_a_folder_is_nothing() -> None:
         tar.addfile(folder)
     skipped = SkippedNames()
     found = [name for name, _ in tar_images(io.BytesIO(file.getvalue()), skipped)]
-    assert found == ["a/b.PNG", ".a/.b/c.png"]
-    assert skipped.by_suffix == {".txt": 2, "(hidden)": 2, "(no suffix)": 1}
-    assert skipped.first == ["notes.txt", "a/b/.c.png", "a.png.txt", "a/README", ".d.png"]
+    assert found == ["a/b.PNG", "./e.png", "../f.png", "g/./../h.png"]
+    assert skipped.by_suffix == {".txt": 2, "(hidden)": 4, "(no suffix)": 1}
+    assert skipped.first == ["notes.txt", "a/b/.c.png", ".a/c.png", "./a/.b/c.png", "a.png.txt"]
     assert [name for name, _ in tar_images(io.BytesIO(file.getvalue()))] == found
 
 

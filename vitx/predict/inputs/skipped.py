@@ -19,9 +19,10 @@ class SkippedNames:
     def count(self) -> int:
         return sum(self.by_suffix.values())
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, *, hidden: bool = False) -> None:
+        """hidden: because of a folder in it; of its last part it is seen here."""
         path = PurePosixPath(name)
-        suffix = HIDDEN if path.name.startswith(".") else path.suffix.lower() or NO_SUFFIX
+        suffix = HIDDEN if hidden or path.name.startswith(".") else path.suffix.lower() or NO_SUFFIX
         self.merge(SkippedNames({suffix: 1}, [name]))
 
     def merge(self, other: "SkippedNames") -> None:

@@ -5,6 +5,7 @@ not check the CRC of gzip. Here a file is whole if its last member is followed b
 """
 
 import io
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from vitx.predict.inputs.stores import is_image_name
 ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK_BYTES = 1 << 16
+# A part of a name that begins with a dot, but for "." and "..": many archives begin each name with "./".
+_HIDDEN = re.compile(r"(?:^|/)\.(?!\.?(?:/|$))")
 # Of a name, or of anything else that stands before a member's own header.
 _MAX_HEADER_BYTES = 4 << 20
 _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -47,10 +50,11 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
             if member.isdir():
                 continue
             # By the last suffix, as for a file: WebDataset goes by the first dot of a name, but any tar may come here.
-            if is_image_name(member.name) and not member.name.rpartition("/")[2].startswith("."):
+            hidden = _HIDDEN.search(member.name) is not None
+            if is_image_name(member.name) and not hidden:
                 yield member.name, _content(archive, member)
             elif skipped is not None:
-                skipped.add(member.name)
+                skipped.add(member.name, hidden=hidden)
             # To the next header. tarfile would read on behind the end of the file, as far as the member says that it
             # goes: for ever, if that is damaged.
             while (left := archive.offset - rest.tell()) > 0:
