@@ -37,6 +37,26 @@ def test_sigterm_removes_what_is_half_written(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_may_be_closed(tmp_path: Path, closed: str) -> None:
+    """And no file that is opened then is taken for it."""
+    program = """if True:
+        import os, vitx.cli
+        from vitx.core.console import print_fields, progress
+
+        def app():
+            with progress("title", 1):
+                print_fields("title", {"name": "value"})
+            assert os.open("file", os.O_CREAT) > 2
+
+        vitx.cli.app = app
+        vitx.cli.main()
+    """
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", program]
+    assert subprocess.run(words, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    assert (tmp_path / "file").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
@@ -98,9 +118,12 @@ def test_a_name_that_is_not_utf_8_is_an_error_of_the_user_s(
         ["predict", "bundle", "", "--out", "out"],
         ["analyze", "run", "--out", "report", "--data", ""],
         ["parity", "run", "bundle", "--data", ""],
+        ["predict", "bundle", "images", "--out", ""],
+        ["export", "run", "--out="],
+        ["demo", "--out", ""],
     ],
 )
-def test_an_empty_data_set_is_not_the_default_one(command: list[str], tmp_path: Path) -> None:
+def test_an_empty_data_set_or_folder_is_not_the_default_one(command: list[str], tmp_path: Path) -> None:
     """As of a variable of the shell's that is not set."""
     program = "from vitx.cli import main; main()"
     ended = subprocess.run([sys.executable, "-c", program, *command], cwd=tmp_path, capture_output=True, text=True)

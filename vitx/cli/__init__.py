@@ -6,6 +6,7 @@ A verb is imported when it is asked for, and `vitx -h` imports none.
 import errno
 import functools
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -111,6 +112,14 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
     return run
 
 
+def _open_standard_streams() -> None:
+    """Of those that were closed, as by `>&-`: a file of ours that had their numbers would get what is printed."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115
+
+
 def _terminate(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
@@ -120,6 +129,7 @@ def main() -> None:
 
     SIGTERM unwinds the stack as Ctrl-C does, so that what is half written is removed; some verbs handle it themselves.
     """
+    _open_standard_streams()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app()

@@ -18,11 +18,13 @@ from vitx.core import options as shared
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.options import Options
 
+_EMPTY = "it is empty: is a variable not set?"
+
 
 def not_empty(given: str | None) -> str | None:
     """A script whose variable is not set would get another data set than it means."""
     if given == "":
-        raise typer.BadParameter("it is empty: is a variable not set?")
+        raise typer.BadParameter(_EMPTY)
     return given
 
 
@@ -40,10 +42,15 @@ _RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")
 
 
 class Command(TyperCommand):
-    """A verb whose `--ray` needs no value: what follows it and is no address is an argument of its own."""
+    """A verb whose `--ray` needs no value: what follows it and is no address is an argument of its own.
+
+    Of any verb an empty `--out` is refused: as a path it would be the current folder.
+    """
 
     # Any: newer versions of typer hold click inside, older ones depend on it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--out=" in args or ("--out", "") in pairwise(args):
+            raise typer.BadParameter(_EMPTY, ctx, param_hint="--out")
         return super().parse_args(ctx, _with_ray_address(args))
 
 
