@@ -221,6 +221,21 @@ def test_predictions_that_were_removed_are_made_again(tiny_bundle: Bundle, image
     assert (again.classes, again.images, again.images_here) == (first.classes, 6, 6)
 
 
+def test_a_file_beside_the_parts_that_readers_would_read_is_refused(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = run(tiny_bundle, NumpySession(), images, out)
+    (out / PREDICTIONS / "_SUCCESS").touch()
+    assert run(tiny_bundle, NumpySession(), images, out) == first
+    shutil.copy(out / PREDICTIONS / "part-00000001.parquet", out / PREDICTIONS / "part-00000099.parquet")
+    with pytest.raises(
+        InputError, match=r"parquet' holds part-00000099\.parquet, which is not of this run, and readers"
+    ):
+        run(tiny_bundle, NumpySession(), images, out)
+    assert run(tiny_bundle, NumpySession(), images, out, overwrite=True).images == 6
+
+
 def test_damaged_parts_are_made_again_and_said(
     tiny_bundle: Bundle, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

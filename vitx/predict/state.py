@@ -16,7 +16,7 @@ from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import COPY, Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
-from vitx.predict.outputs.parts import PREDICTIONS, remove_leftovers
+from vitx.predict.outputs.parts import PREDICTIONS, part_path, remove_leftovers
 from vitx.predict.pipeline.disk import is_full
 from vitx.predict.pipeline.lock import LOCK, locked
 from vitx.predict.summary import SUMMARY
@@ -159,7 +159,20 @@ def open_run(
     make_folder(out / PREDICTIONS)  # also where someone removed it
     run = ledger.description()
     _refuse_changes(out, run, settings)
+    if share == WHOLE:  # else other parts are of other jobs
+        _refuse_strangers(out, ledger)
     return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)
+
+
+def _refuse_strangers(out: Path, ledger: Ledger) -> None:
+    """Raise InputError for a file among the parts of which readers would take rows, and which is none of the run's."""
+    ours = {part_path(out, claim.id) for claim in ledger.shards()}
+    there = (path for path in (out / PREDICTIONS).glob("*.parquet") if not path.name.startswith("."))
+    if strangers := sorted(path.name for path in there if path not in ours):
+        raise InputError(
+            f"'{out / PREDICTIONS}' holds {strangers[0]}, which is not of this run, and readers would take its rows: "
+            "remove it, or pass --overwrite"
+        )
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:
