@@ -85,6 +85,7 @@ def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
     assert url_of(Path("C:/runs/tiny.vitx")) is None
     assert url_of(Path("s3://bucket/deep//tiny.vitx/")) == "s3://bucket/deep/tiny.vitx"
     assert url_of("https://host:8443/a/tiny.vitx/") == "https://host:8443/a/tiny.vitx"
+    assert url_of(Path("HTTPS://u:p@host/a")) == "HTTPS://u:p@host/a"
     assert url_of(Path("file:///runs/tiny.vitx")) == "file:///runs/tiny.vitx"
     assert url_of(Path("zip://tiny.vitx::https://u:p@host/a.zip")) == "zip://tiny.vitx::https://u:p@host/a.zip"
 
@@ -95,6 +96,7 @@ def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
         ("https://name:pass@word@host/a@b", "https://host/a@b"),
         ("zip://a::https://name:word@host/a.zip?token=secret", "zip://a::https://host/a.zip?…"),
         ("s3://bucket/what?", "s3://bucket/what?"),
+        ("az://store/x?sig=secret' is no store", "az://store/x?…' is no store"),
     ],
 )
 def test_a_text_has_no_secret_of_the_url(url: str, told: str) -> None:

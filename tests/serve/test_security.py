@@ -93,12 +93,13 @@ def test_requests_need_the_token(guarded: ServerProcess) -> None:
     ("headers", "status"),
     [({}, 401), (bearer(TOKEN) | {"host": "x.example"}, 403), (bearer(TOKEN) | {"content-type": "text/plain"}, 415)],
 )
+@pytest.mark.parametrize("last", [{}, {"connection": "close"}])  # urllib.request has no other
 def test_who_sends_a_large_body_before_reading_reads_why_it_was_refused(
-    guarded: ServerProcess, headers: dict[str, str], status: int
+    guarded: ServerProcess, headers: dict[str, str], status: int, last: dict[str, str]
 ) -> None:
     connection = guarded.connect()
     for path, body, expected in ((INFER_PATH, bytes(30_000_000), status), ("/v2/health/live", None, 200)):
-        connection.request("GET" if body is None else "POST", path, body, headers if body else {})
+        connection.request("GET" if body is None else "POST", path, body, headers | last if body else {})
         answer = connection.getresponse()
         answer.read()
         assert answer.status == expected

@@ -53,7 +53,7 @@ MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
-_SCHEME = re.compile("(^|::)([a-z][a-z0-9+.-]+):/+(?=.)", re.DOTALL)  # a drive has one letter
+_SCHEME = re.compile("(^|::)([a-z][a-z0-9+.-]+):/+(?=.)", re.DOTALL | re.IGNORECASE)  # a drive has one letter
 _BLOCK = 2**20
 _SMALL_BYTES = 64 * _BLOCK  # of a manifest, a certificate or a signature at most
 _SILENT_SECONDS = 30.0  # that an HTTP server may send nothing

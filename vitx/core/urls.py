@@ -25,13 +25,13 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
             kind = get_filesystem_class(url.partition("://")[0])
             system, path = kind(**kind._get_kwargs_from_urls(url), **options), kind._strip_protocol(url)
     except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
-        raise InputError(f"cannot open '{without_password(url)}': {error}") from None
+        raise InputError(without_password(f"cannot open '{url}': {error}")) from None
     return system, str(path)
 
 
-def without_password(url: str) -> str:
-    """The URL without the name and password that it may have, or its query, which may be a token; for texts."""
-    return re.sub(r"(https?://[^?]*)\?.*", r"\1?…", re.sub("//[^/]*@", "//", url))
+def without_password(text: str) -> str:
+    """A URL, or a text with some, without the names and passwords in them, and queries, which may be tokens."""
+    return re.sub(r"\?[\w-]+=[^\s']*", "?…", re.sub(r"//[^/\s']*@", "//", text))
 
 
 def is_http(url: str) -> bool:

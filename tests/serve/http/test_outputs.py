@@ -18,9 +18,10 @@ from tritonclient.utils import InferenceServerException
 from bundle_fixture import PREPROCESSING, NumpySession, colour_image, png, with_attention, with_embedding, write_bundle
 from server_process import ServerProcess, grpc_address, running_server
 from vitx.core.bundle import Bundle
+from vitx.runtimes.session import Session
 from vitx.serve.errors import RequestError
-from vitx.serve.models import repository
-from vitx.serve.models.loading import Loader, Offer, WarmModel
+from vitx.serve.models import loading
+from vitx.serve.models.loading import Loader
 from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
@@ -237,16 +238,15 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_leaves_no_session(
 ) -> None:
     """Neither the one of the logits nor the one that gives all outputs, each with a copy of the weights."""
     loader = Loader(ServeOptions(bundles=(bundle.path,), device="cpu", threads=1, allow_uncertified=True))
-    warmed: list[WarmModel] = []
-    warm = Loader.warm
+    sessions: list[Session] = []
+    load_warm = loading.load_warm
 
-    def noted(self: Loader, offer: Offer) -> WarmModel:
-        warmed.append(warm(self, offer))
-        return warmed[0]
+    def replaced(*arguments: Any, **options: Any) -> Session:
+        sessions.append(load_warm(*arguments, **options))
+        (bundle.path / "model.onnx").touch()
+        return sessions[-1]
 
-    monkeypatch.setattr(Loader, "warm", noted)
-    signatures = iter([((1, 1, 1),), ((2, 2, 2),)])
-    monkeypatch.setattr(repository, "_signature", lambda path: next(signatures))
+    monkeypatch.setattr(loading, "load_warm", replaced)
 
     async def load() -> None:
         offer = loader.verify(bundle.path)
@@ -255,8 +255,7 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_leaves_no_session(
             await models.load("tiny")
 
     asyncio.run(load())
-    (refused,) = warmed
-    assert refused.outputs is not None
-    for session in (refused.session, refused.outputs.session):
+    assert len(sessions) == 2
+    for session in sessions:
         with pytest.raises(RuntimeError, match="closed"):
             session.infer(pixels(1))

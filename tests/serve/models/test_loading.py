@@ -3,13 +3,15 @@
 import asyncio
 import gc
 import weakref
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 
-from bundle_fixture import LABELS, NumpySession
+from bundle_fixture import LABELS, NumpySession, write_bundle
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.latency import Latency, Setting, Tuning
@@ -19,7 +21,7 @@ from vitx.core.tensorrt_plan import Profile
 from vitx.runtimes.session import Float32Array
 from vitx.serve.models import loading
 from vitx.serve.models.loading import Loader, measure_curve
-from vitx.serve.models.repository import check_contract
+from vitx.serve.models.repository import Repository, check_contract
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.options import ServeOptions
@@ -116,6 +118,44 @@ def test_a_process_that_stood_still_times_one_size_nevertheless(monkeypatch: pyt
     monkeypatch.setattr(loading, "time", clock := Clock())
     curve = measure_curve(clock, (4, 4, 3), replace(ServeOptions().batching, max_batch=2))
     assert (curve.seconds(1), curve.best_size(2)) == (1, 1)
+
+
+def test_what_is_loaded_is_what_was_verified(tmp_path: Path) -> None:
+    """The link of a bundle that was moved before it was loaded led to weights that nobody had verified."""
+    first, second = (write_bundle(tmp_path / name / "tiny.vitx") for name in ("one", "other"))
+    link = tmp_path / "tiny.vitx"
+    link.symlink_to(first.path)
+    loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=1, threads=1, allow_uncertified=True))
+    offer = loader.verify(link)
+    link.unlink()
+    link.symlink_to(second.path)
+    with closing(loader.warm(offer)) as warm:
+        assert warm.offer.bundle.path == first.path
+    graph = first.path / "model.onnx"
+    graph.write_bytes(graph.read_bytes())  # in its place, with the same size
+    with pytest.raises(CheckFailed, match="was replaced while it was loaded"):
+        loader.warm(offer)
+
+
+def test_a_bundle_that_is_replaced_while_the_server_starts_is_loaded_by_its_watch(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny.vitx").path
+    options = ServeOptions(bundles=(path,), max_batch=2, device="cpu", instances=1, threads=1, allow_uncertified=True)
+    loader = Loader(options)
+
+    async def start() -> None:
+        offer = loader.verify(path)
+        models, metrics = ModelSet((offer.key,)), Metrics()
+        repository = Repository(models, loader, metrics, [offer])
+        models.switch(ServedModel(loader.warm(offer), metrics), 0)
+        (path / "manifest.json").touch()
+        watching = asyncio.create_task(repository.watch(0.01))
+        async with asyncio.timeout(20):
+            while not metrics.loads.labels("tiny", "1", "loaded")._value.get():
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        await models.close()
+
+    asyncio.run(start())
 
 
 def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:

@@ -140,6 +140,10 @@ NO_MODELS = b'{"uptime_seconds": 5, "ready": true, "latency_ms": {}, "models": [
         (NO_MODELS.replace(b"[]", b"[{}]"), b""),
         (NO_MODELS.replace(b"5", b"null"), b""),
         (NO_MODELS, b"process_open_fds Inf\n"),
+        (NO_MODELS.replace(b"5", b"NaN"), b""),
+        (NO_MODELS.replace(b"{}", b"5"), b""),
+        (NO_MODELS.replace(b"{}", b'{"p50": "x"}'), b""),
+        (NO_MODELS.replace(b"[]", b'[{"name": "\\u001b[31m", "version": "1"}]'), b""),
     ],
 )
 def test_statistics_of_something_else(stats: bytes, metrics: bytes, vitx: Vitx) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 
 from bundle_fixture import write_bundle
 from server_process import (
+    COMMAND,
     ServerProcess,
     end_under_load,
     http_client,
@@ -142,6 +144,28 @@ def test_a_worker_that_starts_opens_the_access_log_that_was_rotated_meanwhile(
         wait_until(lambda: reporting(server) == 2)
         wait_until(lambda: has_open(new, log))
         assert server.stop() == 0
+
+
+def test_a_worker_that_hangs_while_it_starts_does_not_hold_up_the_end(tiny_bundle: Bundle) -> None:
+    program = "import vitx.serve.process.supervisor as s; s._LEAVE_SECONDS = 1; from vitx.cli import main; main()"
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1", program=program) as server:
+        before = set(workers_of(server))
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: len(workers_of(server)) == 3)
+        (new,) = set(workers_of(server)) - before
+        os.kill(new, signal.SIGSTOP)
+        assert server.stop() == 0
+
+
+def test_a_worker_that_is_killed_before_all_are_warm_is_named(tiny_bundle: Bundle) -> None:
+    command = [*COMMAND, str(tiny_bundle.path), "--workers", "2", "--threads", "1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: bool(children.read_text()))
+        os.kill(int(children.read_text()), signal.SIGKILL)
+        out, err = process.communicate(timeout=20)
+    told = "vitx: worker 0 was ended by SIGKILL before every worker was warm\n"
+    assert (process.returncode, out, err) == (1, "", told)
 
 
 def test_sigterm_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:

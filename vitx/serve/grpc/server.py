@@ -70,8 +70,7 @@ class GrpcServer:
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
         ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
-        host = core.options.host
-        host = f"[{host}]" if ":" in host else host
+        host = f"[{host}]" if ":" in (host := core.options.host) else host
         add = self._server.add_insecure_port
         if pem is not None:
             given = grpc.ssl_server_credentials([pem[:2]], pem.client_ca, require_client_auth=pem.client_ca is not None)

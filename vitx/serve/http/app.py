@@ -13,23 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import (
-    CONNECTION,
-    WORTH_ENCODING,
-    ClientGone,
-    Hold,
-    OnReply,
-    Reply,
-    StartRequest,
-    answered,
-    beside,
-    compressed,
-    error_reply,
-    header,
-    read_body,
-    send_reply,
-    start_task,
-)
+from vitx.serve.http import asgi
+from vitx.serve.http.asgi import CONNECTION, ClientGone, Hold, OnReply, Reply, StartRequest
 from vitx.serve.http.classify import Classifier
 from vitx.serve.http.gate import check_allowed
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
@@ -69,7 +54,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and tell the observers when it ended; for them each reply has an X-Request-Id."""
         status = CLIENT_GONE
-        _, id, parent, state = of_head = [header(scope, name) for name in _OF_HEAD]
+        _, id, parent, state = of_head = [asgi.header(scope, name) for name in _OF_HEAD]
         client = scope.get("client") or ("",)
         record = RequestRecord(request_id(id) if self._observers else "", parent, state, client[0], 0)
 
@@ -103,7 +88,7 @@ class App:
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = self._error_reply(error, scope["path"], record)
             if reply is not None:  # the connection drops what it has not read of the body
-                await send_reply(observed, reply, close=self._models.leaving)
+                await asgi.send_reply(observed, reply, close=self._models.leaving)
         finally:
             CURRENT_RECORD.reset(token)
             if status != CLIENT_GONE:
@@ -128,7 +113,7 @@ class App:
 
     def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
-        asked = name, version, header_length(header(scope, HEADER_LENGTH.encode()))
+        asked = name, version, header_length(asgi.header(scope, HEADER_LENGTH.encode()))
         return partial(self._start_infer, asked), True
 
     def _decode(self, asked: Asked, body: bytes, record: RequestRecord) -> Decoded:
@@ -152,7 +137,7 @@ class App:
         """Answer an infer request; see `StartRequest`."""
         length, decode = asked[2], partial(self._decode, asked, body, record)
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
-            return start_task(self._read_beside(decode, record, hold), on_reply).cancel
+            return asgi.start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
 
         def on_rows(rows: Float32Array | Exception) -> None:
@@ -167,7 +152,7 @@ class App:
     async def _read_beside(self, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
         """The reply to a request that is read on a thread."""
         CURRENT_RECORD.set(record)  # of this task alone
-        model, request, deadline = await beside(hold, decode)
+        model, request, deadline = await asgi.beside(hold, decode)
         return self._rows_reply(await model.infer(request, deadline), request, model)
 
     def _run_cached(
@@ -188,11 +173,11 @@ class App:
                 on_reply(failure)
 
         def on_reply(reply: Reply | Exception) -> None:
-            if isinstance(reply, Exception) or accepted is None or len(reply.body) < WORTH_ENCODING:
+            if isinstance(reply, Exception) or accepted is None or len(reply.body) < asgi.WORTH_ENCODING:
                 finish(reply)
                 return
             connection.on_lost = None  # too late to cancel
-            start_task(compressed(reply, accepted), finish)
+            asgi.start_task(asgi.compressed(reply, accepted), finish)
 
         def finish(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception):
@@ -222,15 +207,15 @@ class App:
         if scope["method"] != "POST":
             raise HTTPException(405, f"method {scope['method']} is not allowed: use POST", {"allow": "POST"})
         start, cacheable = prepare(scope)
-        body = await read_body(scope, receive, self._limits.body_bytes)
-        reply = await answered(scope, start, body, record)
+        body = await asgi.read_body(scope, receive, self._limits.body_bytes)
+        reply = await asgi.answered(scope, start, body, record)
         if cacheable:
             cache_head(scope, partial(self._run_cached, route, scope["path"], of_head, start))
-        return await compressed(reply, of_head[0])
+        return await asgi.compressed(reply, of_head[0])
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed."""
         if isinstance(error, HTTPException):  # no such path, or not with this method
             headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
-            return error_reply(RequestError(error.detail))._replace(status=error.status_code, headers=headers)
-        return error_reply(self._core.failure(error, path, record))
+            return asgi.error_reply(RequestError(error.detail))._replace(status=error.status_code, headers=headers)
+        return asgi.error_reply(self._core.failure(error, path, record))

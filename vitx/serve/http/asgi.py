@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.callbacks import awaited, settle, start_kept
-from vitx.serve.errors import RequestError, too_large
+from vitx.serve.errors import RequestError, too_large, unsupported
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 from vitx.serve.protocol.inflate import WINDOW, inflated
@@ -110,14 +110,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     Raises ClientGone, or RequestError: 413 for more than `limit` bytes, as sent or decompressed; 503 for more than all
     requests may have, 415 for an unknown encoding, 400 for a broken one.
     """
+    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+    if encoding not in ("identity", *WINDOW):
+        raise unsupported(f"Content-Encoding '{encoding[:80]}' is not offered: expected gzip, deflate or identity")
     declared, reserve = header(scope, b"content-length"), scope[CONNECTION].reserve
     if declared is not None and int(declared) > limit:  # the HTTP parser has checked the number
         raise too_large(f"request body of more than {limit} bytes")
     if declared is not None and int(declared) > UNCOUNTED_BYTES:
         reserve(int(declared))
     chunks: list[bytes] = []
-    size = 0
-    more = True
+    size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -131,7 +133,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         chunks.append(chunk)
         more = message.get("more_body", False)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if encoding == "identity":
         return body
     inflating = asyncio.ensure_future(inflated(body, encoding, limit, reserve))

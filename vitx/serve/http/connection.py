@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -58,6 +59,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True  # else in a body; also between two requests
         self._begun = False  # whether the parser has seen a part of the head
         self._refused = False  # what is behind the requests that get their replies: it is dropped
+        self._ending = False  # the body of a request that is answered comes to its end
         self._unparsed = b""  # behind a request that waits for another's reply
         self._received = 0  # bytes of the head, then of the body
         self._length: int | None = None  # of the body, if it says so
@@ -150,6 +152,12 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
         self._limit_writing()
 
+    def _close_when_read(self) -> None:
+        """Close behind the reply. What the client still sends of the body is dropped: else it might lose the reply."""
+        self._ending = not self._in_head and not (self.pipeline or self.expect_100_continue)
+        if not self._ending:
+            self._close()
+
     def data_received(self, data: bytes) -> None:
         """Parse what came, a piece at a time, until a request waits for another's reply; 14,000 fit in a segment."""
         data, self._unparsed = self._unparsed + data, b""
@@ -234,6 +242,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
+        cycle.transport = SimpleNamespace(write=self.transport.write, close=self._close_when_read)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -288,7 +297,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._received = True, 0
         super().on_message_complete()
-        if not self.pipeline:  # a large body had paused it; read on, to notice when the client hangs up
+        if self._ending:
+            self._close()
+        elif not self.pipeline:  # a large body had paused it; read on, to notice when the client hangs up
             self.flow.resume_reading()
 
     def _start_timer(self, seconds: float) -> None:

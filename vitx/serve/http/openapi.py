@@ -9,9 +9,9 @@ MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 _JSON, _BYTES = "application/json", "application/octet-stream"
 # The statuses with which requests of a kind are refused.
 UNAVAILABLE = (404, 503)
-_RUNS = (400, 404, 405, 408, 413, 415, 429, 431, 500, 503)
-_MANAGES = (400, 401, 404, 408, 413, 415, 501, 503)
-MEMORY = (400, 403, 404, 409, 413, 415, 429, 501)
+_RUNS = (404, 405, 408, 413, 415, 429, 431, 500, 503)
+_MANAGES = (404, 408, 413, 415, 501, 503)
+MEMORY = (404, 409, 413, 415, 429, 501)
 
 
 def _object(required: str = "", *, closed: bool = False, **fields: Json) -> Json:
@@ -42,8 +42,8 @@ _INTEGERS, _OUTPUTS = _list({"type": "integer"}), _list(_ref("RequestedOutput"))
 HTML, TEXT, OBJECT, OBJECTS = {"text/html": _ANY}, {"text/plain": _ANY}, {_JSON: _OBJECT}, {_JSON: _list(_OBJECT)}
 STATISTICS = {_JSON: _object("model_stats", model_stats=_list(_OBJECT))}
 REGION = {_JSON: _ref("Region")}
-INDEX: Json = {"optional": True, "errors": _MANAGES, "body": {_JSON: _object(closed=True, ready={"type": "boolean"})}}
-MANAGE: Json = {**INDEX, "body": {_JSON: _object(closed=True, parameters=_OBJECT)}}
+MANAGE: Json = {"optional": True, "errors": _MANAGES, "body": {_JSON: _object(closed=True, parameters=_OBJECT)}}
+INDEX: Json = {**MANAGE, "body": {_JSON: _object(closed=True, ready={"type": "boolean"})}, "reply": OBJECTS}
 
 _SCHEMAS = {
     "Error": _object("error", closed=True, error=_TEXT),
@@ -86,7 +86,10 @@ def add_path(
     """reply, body: schemas by media type. optional: whether the body is. Parameters in the path are read from it."""
     refused = {"description": "Refused; the text says why", "content": _content({_JSON: _ref("Error")})}
     answer = {"description": summary, **({"content": _content(reply)} if reply else {})}
-    made: Json = {"summary": summary, "responses": {"200": answer, **{str(status): refused for status in errors}}}
+    made: Json = {
+        "summary": summary,
+        "responses": {"200": answer, **{str(status): refused for status in (400, 401, 403, *errors)}},
+    }
     if body is not None:
         made["requestBody"] = {"required": not optional, "content": _content(body)}
     if parameters:

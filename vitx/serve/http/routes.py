@@ -102,8 +102,7 @@ def _model_routes(core: ServerCore, add: Add) -> None:
     add("server_metadata", "The server's name, version and extensions", lambda _: core.about(), "/v2", reply=api.OBJECT)
     add("server_live", "Whether the process answers", lambda _: None, "/v2/health/live")
     add("server_ready", "Whether every model is warm", lambda _: models.ready, "/v2/health/ready", errors=(503,))
-    every, path = "Statistics of every model", "/v2/models/stats"
-    add("every_statistics", every, lambda _: models.statistics(), path, reply=api.STATISTICS)
+    add("every_statistics", "All statistics", lambda _: models.statistics(), "/v2/models/stats", reply=api.STATISTICS)
     tensors = "Its tensors, certificate and provenance"
     of_model("model_metadata", tensors, "", lambda of, _: of.metadata(models.versions(of.name)), reply=api.OBJECT)
     of_model("model_ready", "Whether a model takes requests", "/ready", lambda of, _: of.fault is None)

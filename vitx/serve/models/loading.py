@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import LATENCY, Bundle, local_bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
@@ -34,6 +34,7 @@ from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import FIRST_VERSION, Contract
 
 ModelKey = tuple[str, str]  # name and version, a whole number without leading zeros
+FileStates = tuple[tuple[str, int, int, int], ...]
 Judgement = TypeVar("Judgement", Certificate, Verdict)
 
 _SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
@@ -47,17 +48,27 @@ def key_text(key: ModelKey) -> str:
     return f"'{name[:80]}'" if version == FIRST_VERSION else f"'{name[:80]}' version {version[:40]}"
 
 
+def file_states(path: Path) -> FileStates:
+    """(name, inode, mtime, size) of a bundle's files: changes when it is replaced, or one of them is. (): no bundle."""
+    with suppress(OSError):  # one of them went meanwhile
+        files = [file for file in sorted(path.rglob("[!.]*")) if file.name != LATENCY and file.is_file()]
+        stats = [(str(file.relative_to(path)), file.stat()) for file in files]
+        return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+    return ()
+
+
 @dataclass(frozen=True)
 class Offer:
     """A verified bundle that may be served. `certificate` is None only with --allow-uncertified.
 
-    given: its path or URL, as it was given.
+    given: its path or URL, as it was given. states: of its files when they were verified.
     """
 
     bundle: Bundle
     certificate: Certificate | None
     version: str = FIRST_VERSION
     given: Path | None = None
+    states: FileStates = ()
 
     @property
     def key(self) -> ModelKey:
@@ -112,7 +123,8 @@ class Loader:
 
         Raises InputError or CheckFailed, for a URL EnvironmentMissing too.
         """
-        bundle = Bundle.open(path)
+        place = local_bundle(path).resolve()  # the same folder to the end, even if a link is moved meanwhile
+        states, bundle = file_states(place), Bundle.open(place)
         if self.options.require_signature is not None:
             require_signature(bundle.path, self.options.require_signature)
         bundle.latency_file()  # not in the manifest: it has its own digest
@@ -120,7 +132,7 @@ class Loader:
         if key is not None and key[0] != name:
             raise InputError(f"{path} is the model '{name}': to be loaded as '{key[0]}' it must be named so")
         certificate = self._passing(bundle.require_certificate)
-        return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1], path)
+        return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1], path, states)
 
     def warm(self, offer: Offer) -> WarmModel:
         """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""
@@ -134,6 +146,8 @@ class Loader:
             canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
             curve = measure_curve(session, image_shape(offer.bundle), batching)
             offer, outputs = self._with_outputs(offer, batching, threads, opened)
+            if file_states(offer.bundle.path) != offer.states:
+                raise CheckFailed(f"{offer.bundle.path} was replaced while it was loaded: load it again")
             opened.pop_all()
         return WarmModel(offer, session, batching, curve, canary, verdict, runtimes, outputs)
 

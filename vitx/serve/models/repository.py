@@ -3,24 +3,23 @@
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, local_bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, not_offered, unavailable
-from vitx.serve.models.loading import Loader, ModelKey, Offer, WarmModel, key_text
+from vitx.serve.models.loading import FileStates, Loader, ModelKey, Offer, WarmModel, file_states, key_text
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.protocol.infer import FIRST_VERSION, Contract
 
 SUFFIX = ".vitx"
-Signature = tuple[tuple[int, int, int], ...]
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _log = logging.getLogger("vitx.serve")
@@ -64,12 +63,13 @@ def _by_version(key: ModelKey) -> tuple[str, int]:
 class Repository:
     """Loads and unloads the models of a server: bundles given by path, and those in a folder."""
 
-    def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, offers: Iterable[Offer]) -> None:
+    def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, offers: Sequence[Offer]) -> None:
         """`offers`: the bundles that the server began with."""
         self._models, self._loader, self._metrics = models, loader, metrics
         options = loader.options
         given, self._folder, self._policies = options.bundles, options.repository, options.versions
         self._given = {offer.key: offer.given for offer in offers if offer.given in given}
+        self._known = self._states() | {offer.key: offer.states for offer in offers}  # the last that was looked at
         self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
         self._busy = asyncio.Lock()
@@ -120,6 +120,7 @@ class Repository:
             await asyncio.to_thread(warm.close)
             raise unavailable("the server is shutting down", "draining")
         self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
+        self._known[key] = warm.offer.states
         self._refusals.pop(key, None)
         self._metrics.loads.labels(*key, "loaded").inc()
         log(f"vitx: model {key_text(key)} loaded from {warm.offer.bundle.path}")
@@ -146,17 +147,16 @@ class Repository:
     async def watch(self, seconds: float) -> None:
         """Check the bundles on disk every `seconds`, for ever, and load those that changed or are new.
 
-        A bundle has changed when its manifest or certificate is another file; it is complete when two checks in a row
-        find it the same. The model of a bundle that vanishes stays loaded.
+        A bundle has changed since it was verified when one of its files is another; it is complete when two checks in a
+        row find it the same. The model of a bundle that vanishes stays loaded.
         """
-        loaded = await asyncio.to_thread(self._signatures)
-        before = loaded
+        before = self._known
         while True:
             await asyncio.sleep(seconds)
-            now = await asyncio.to_thread(self._signatures)
-            changed = [key for key, state in now.items() if state == before.get(key) and state != loaded.get(key)]
+            now = await asyncio.to_thread(self._states)
+            changed = [key for key, states in now.items() if states == before.get(key) != self._known.get(key)]
             before = now
-            loaded |= {key: now[key] for key in changed}
+            self._known |= {key: now[key] for key in changed}
             for key in changed:
                 async with self._busy:
                     if (path := self._seen().get(key)) is not None:
@@ -166,16 +166,10 @@ class Repository:
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
-        path = local_bundle(path).resolve()  # the same folder to the end, even if a link is moved meanwhile
-        before = _signature(path)
         offer = self._loader.verify(path, key)
         if (served := self._models.loaded(key)) is not None:
             check_contract(served.bundle, offer.bundle)
-        warm = self._loader.warm(offer)
-        if _signature(path) != before:
-            warm.close()
-            raise CheckFailed(f"{path} was replaced while it was loaded: load it again")
-        return warm
+        return self._loader.warm(offer)
 
     def _refused(self, key: ModelKey, error: Exception) -> RequestError:
         if not isinstance(error, VitxError):
@@ -196,18 +190,8 @@ class Repository:
         except (InputError, OSError):
             return self._given
 
-    def _signatures(self) -> dict[ModelKey, Signature]:
-        return {key: state for key, path in self._seen().items() if (state := _signature(path)) is not None}
-
-
-def _signature(path: Path) -> Signature | None:
-    """(inode, mtime, size) of manifest and certificate: changes when the bundle is replaced. None: no bundle."""
-    found = []
-    for name in (MANIFEST, CERTIFICATE):
-        with suppress(OSError):
-            file = (path / name).stat()
-            found.append((file.st_ino, file.st_mtime_ns, file.st_size))
-    return tuple(found) or None
+    def _states(self) -> dict[ModelKey, FileStates]:
+        return {key: states for key, path in self._seen().items() if (states := file_states(path))}
 
 
 def check_contract(old: Bundle, new: Bundle) -> None:

@@ -75,7 +75,9 @@ class ServerClient:
             samples: dict[str, dict[Labels, float]] = {}
             for sample in (sample for family in families for sample in family.samples):
                 samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-            snapshot(reading := Reading(self.url, stats, samples), None)
+            text = json.dumps(snapshot(reading := Reading(self.url, stats, samples), None), allow_nan=False)
+            if r"\u00" in text:  # what it is printed for is a terminal
+                raise ValueError("it has control characters")
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise self._not_vitx(f"its answer cannot be read ({error!r:.80})") from None
         return reading
@@ -130,7 +132,7 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
         "uptime_seconds": uptime,
         "interval_seconds": round(seconds, 3),
         "requests_per_second": _rate(_gained("vitx_request_seconds_count", now, before), seconds),
-        "latency_ms": now.stats["latency_ms"],
+        "latency_ms": {name: value and float(value) for name, value in now.stats["latency_ms"].items()},
         "rejections": {reason: int(value) for reason, value in rejections},
         "cpu_percent": _rate(100 * cpu, seconds),
         "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),

@@ -8,6 +8,7 @@ worker died, and tells the worker to drain; the parent's death does so too.
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from vitx.core.console import log
@@ -27,7 +29,7 @@ from vitx.serve.process.siblings import Siblings
 ENVIRONMENT = "VITX_WORKER"
 _BEAT_SECONDS = 1.0  # between two signs of life of a worker
 _HANG_SECONDS = 10.0  # without one: it hangs
-_LEAVE_SECONDS = 60.0  # the same for a worker that drains and ends
+_LEAVE_SECONDS = 20.0  # the same for a worker that drains and ends, also for one that is not warm yet
 _LONGEST_PAUSE = 30.0  # seconds between starts of a worker that dies before it is ready
 _EXIT_SECONDS = 10.0  # for a process to exit after its link was closed
 
@@ -74,7 +76,7 @@ class _Worker:
     missed: set[int] = field(default_factory=set)  # signals that are for it, but came before it was ready
 
     def drain(self) -> None:
-        self.stopping = True
+        self.stopping, self.heard = True, time.monotonic()
         self.link.shutdown(socket.SHUT_WR)
 
 
@@ -118,10 +120,9 @@ class _Supervisor:
         self.loop.set_exception_handler(lambda loop, context: self.ended.set_exception(context["exception"]))
         # grpcio drops calls on connections that it closes, so with gRPC the workers stay and load their bundles again.
         on_hangup = self._pass_on if self.grpc_port else self._replace_all
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(number, self._on_end, number)
-        self.loop.add_signal_handler(signal.SIGHUP, on_hangup, signal.SIGHUP)
-        self.loop.add_signal_handler(signal.SIGUSR1, self._pass_on, signal.SIGUSR1)
+        actions = {signal.SIGTERM: self._on_end, signal.SIGINT: self._on_end, signal.SIGUSR1: self._pass_on}
+        for number, act in {**actions, signal.SIGHUP: on_hangup}.items():
+            self.loop.add_signal_handler(number, act, number)
         self._start(0)  # first alone, so that an error is printed once
         self._kill_hung(time.monotonic())
         await self.ended
@@ -184,6 +185,8 @@ class _Supervisor:
             self.exit_code = self.exit_code or max(0, code)
             self._end_if_last()
         elif not self.announced:
+            if code < 0:
+                log(f"vitx: worker {worker.index} {_ended(code)} before every worker was warm")
             self.exit_code = code if code > 0 else 1
             self._drain()
         elif worker.replaces in self.workers:
@@ -196,12 +199,12 @@ class _Supervisor:
             log(f"vitx: worker {worker.index} (process {worker.process.pid}) {_ended(code)}: another one is started")
 
     def _kill_hung(self, looked: float) -> None:
-        """Every second kill the workers that were warm and give no sign of life; as any that died they are replaced."""
+        """Every second kill the workers that give no sign of life, but for those that load; others replace them."""
         now = time.monotonic()
         for worker in self.workers:
             if now - looked > _HANG_SECONDS / 2:  # this process was stopped, perhaps with its workers
                 worker.heard = now
-            elif worker.ready and now - worker.heard > (_LEAVE_SECONDS if worker.stopping else _HANG_SECONDS):
+            elif now - worker.heard > (_LEAVE_SECONDS if worker.stopping else _HANG_SECONDS if worker.ready else inf):
                 log(f"vitx: worker {worker.index} (process {worker.process.pid}) hangs: it is killed")
                 worker.process.kill()
                 worker.heard = now  # said once
@@ -212,6 +215,7 @@ class _Supervisor:
             log("vitx: stopped by a second signal")
             for worker in self.workers:
                 worker.process.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
             os._exit(128 + number)
         log("vitx: draining; a second signal stops at once")
         self._drain()
