@@ -67,6 +67,7 @@ def test_the_witness_set_has_the_checkpoint_s_logits(exported_bundle: Path) -> N
         (("--calibration-data", "digits"), 2, "--calibration-data digits goes with a --precision below fp32"),
         (("--precision", "fp8", "--quantize-for", "cpu"), 2, "--quantize-for cpu is of int8, and fp8 has one form"),
         (("--precision", "fp16", "--base", "bf16"), 2, "--base bf16 is of int8 and fp8, and fp16 is its own"),
+        (("--precision", "int8", "--base", "fp16"), 2, "--base fp16 of int8 is for TensorRT, .* leave it out, or add"),
         (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
         (("--model-arg", "heads=3"), 2, "'deepvit_digits' cannot be built with --model-arg heads=3: .*'heads'"),
         (("--model-arg", "depth"), 2, "--model-arg depth: expected KEY=VALUE"),

@@ -119,6 +119,13 @@ def test_on_a_cpu(
     assert other.describe() == {**about, "precision": "fp8", "threads": "all cores", "graph": "other.onnx"}
 
 
+@pytest.mark.parametrize("base", ["fp32", "fp16", "bf16"])
+def test_8_bits_beside_a_half_type_run_as_they_stand(loaded: type[Loaded], bundle: Bundle, base: str) -> None:
+    of_base = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": "int8", "base": base}))
+    OnnxRuntimeSession(of_base, device="cpu")
+    assert loaded.made[0].entry(QDQ) == ("" if base == "fp32" else "1")
+
+
 def test_on_a_gpu_float32_is_no_tf32(
     loaded: type[Loaded], preloaded: list[str], bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,11 @@ class ExportOptions(Options):
             )
         if self.base is not None and self.precision not in ("int8", "fp8"):
             raise ValueError(f"--base {self.base} is of int8 and fp8, and {self.precision} is its own: leave it out")
+        if self.quantize_for() == "cpu" and self.base_type() != "fp32":
+            raise ValueError(
+                f"--base {self.base} of int8 is for TensorRT, a CPU only loses by it: leave it out, or add "
+                "--quantize-for tensorrt"
+            )
         if self.target is not None and self.precision != "int8":
             raise ValueError(
                 f"--quantize-for {self.target} is of int8, and {self.precision} has one form: leave it out"

@@ -106,8 +106,9 @@ class OnnxRuntimeSession(Session):
         options.log_severity_level = 3
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
-        if self._manifest.precision == "fp8":
-            # ONNX Runtime's Q/DQ rewrites do not know 8-bit floats and reject the graph (microsoft/onnxruntime#22269).
+        if self._manifest.precision == "fp8" or self._manifest.base != "fp32":
+            # ONNX Runtime's Q/DQ rewrites do not know 8-bit floats and reject the graph (microsoft/onnxruntime#22269),
+            # and with float16 scales of uint8 they compute something else (docs/precision.md).
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         if providers[0] == _CPU and not sums_int8_exactly():
             # uint8 by uint8 does not saturate: a certificate must hold on every processor (docs/precision.md).
