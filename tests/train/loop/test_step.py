@@ -13,6 +13,7 @@ from vitx.core.run import RunFolder
 from vitx.train.loop.distributed.processes import ALONE
 from vitx.train.loop.step import EpochLog, mean_losses, resumed_sums
 from vitx.train.loop.trainer import Trainer
+from vitx.train.recipes.recipe import apply_overrides
 
 # Without BatchNorm, dropout and mixing, so that a step is a function of the weights and the images alone.
 PLAIN = (
@@ -26,7 +27,7 @@ PLAIN = (
 @pytest.fixture
 def trainer(image_folder: Path, tmp_path: Path) -> Any:
     def make(*overrides: str) -> Trainer:
-        recipe = recipe_of(*PLAIN, *overrides).on_data(str(image_folder))
+        recipe = apply_overrides(recipe_of(*PLAIN).on_data(str(image_folder)), overrides)
         return Trainer(recipe, RunFolder(tmp_path / "run"), torch.device("cpu"), ALONE, skip_bad=False, quiet=True)
 
     return make
@@ -120,11 +121,24 @@ def test_dropout_differs_between_steps_and_parts_and_follows_from_the_place_alon
 
 
 @pytest.mark.parametrize(("box", "boxes"), [("batch", 1), ("sample", 6)])
-def test_parts_share_the_box_of_the_batch_or_draw_their_own(trainer: Any, box: str, boxes: int) -> None:
-    one = trainer("optimizer.accumulate=3", "cutmix.probability=1", "cutmix.alpha=8", f"cutmix.box={box}")
+@pytest.mark.parametrize("erasing", [0, 0.9])
+def test_parts_share_the_box_of_the_batch_or_draw_their_own(
+    trainer: Any, box: str, boxes: int, erasing: float
+) -> None:
+    settings = ("cutmix.probability=1", "cutmix.alpha=8", f"cutmix.box={box}", f"augmentation.erasing={erasing}")
+    one = trainer("optimizer.accumulate=3", *settings)
     masks = [mask for part in one.stepper._parts(1, next(one.batches(1))) for mask in part.partner_Bn]
     assert len(masks) == 6
     assert len({tuple(mask.tolist()) for mask in masks}) == boxes
+
+
+@pytest.mark.parametrize("mixing", [("augmentation.erasing=0.9",), ("cutmix.box=sample",)])
+def test_parts_share_the_mixup_of_the_batch(trainer: Any, mixing: tuple[str, ...]) -> None:
+    """Its λ is drawn for the whole batch, whatever else is drawn for each image."""
+    one = trainer("optimizer.accumulate=3", "losses.label_smoothing=0", "mixup.mixup=0.8", *mixing)
+    parts = list(one.stepper._parts(1, next(one.batches(1))))
+    shares = [{round(float(value), 4) for value in part.targets_BC.flatten()} - {0, 1} for part in parts]
+    assert len(set.union(*shares)) <= 2, "λ and 1 − λ"
 
 
 def test_averaged_weights_follow_the_warm_up_of_their_decay(trainer: Any) -> None:

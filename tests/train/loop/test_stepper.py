@@ -241,36 +241,24 @@ def test_all_generators_are_seeded(seed: int) -> None:
     assert random.random() == random.Random(seed).random()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "own_draws"),
-    [
-        ((), False),
-        (("augmentation.erasing=0.5",), True),
-        (("cutmix.box=sample",), True),
-        (("mixup.mode=elem",), True),
-        (("mixup.mode=pair",), True),
-    ],
-)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_each_part_draws_from_its_place(
-    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], own_draws: bool, rank: int
-) -> None:
+def test_each_part_draws_from_its_place(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     asked: list[Any] = []
 
-    def recorded(images: Tensor, labels: Tensor, recipe: Any, grid: Any, rng: random.Random, *, classes: int) -> Any:
-        asked.append((images, labels, recipe, grid, rng.random(), classes))
+    def recorded(images: Tensor, labels: Tensor, recipe: Any, grid: Any, *rngs: random.Random, classes: int) -> Any:
+        asked.append((images, labels, recipe, grid, [rng.random() for rng in rngs], classes))
         return len(asked)
 
     monkeypatch.setattr(step, "mix_batch", recorded)
-    one = stepper(*overrides, "optimizer.accumulate=2", processes=Processes(rank, 3))
+    one = stepper("optimizer.accumulate=2", processes=Processes(rank, 3))
     one.grid = "the grid"
     for index, mixed in enumerate(one._parts(4, batch(number=7))):
         assert mixed == index + 1
         number = 2 * rank + index
         assert torch.initial_seed() == seed_of(5, NETWORK, 4, 7, number)
         images, labels, recipe, grid, drawn, classes = asked[index]
-        place = (4, 7, number) if own_draws and number else (4, 7)
-        assert drawn == random.Random(seed_of(5, CUTMIX, *place)).random()
+        places = ((4, 7), (4, 7, number) if number else (4, 7))  # of the batch's draws, and of each image's
+        assert drawn == [random.Random(seed_of(5, CUTMIX, *place)).random() for place in places]
         assert torch.equal(images, batch().part(index, 2)[0])
         assert torch.equal(labels, batch().part(index, 2)[1])
         assert (recipe, grid, classes) == (one.recipe, "the grid", 3)

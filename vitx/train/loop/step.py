@@ -105,15 +105,12 @@ class Stepper:
                 images = images.clone()
             number = self.processes.rank * count + index  # of this part among the parts of all processes
             # A draw for the whole batch (one CutMix box) must be equal in all parts, draws for each image must differ.
-            place = (epoch, batch.number, number) if number and _draws_per_image(recipe) else (epoch, batch.number)
-            rng = random.Random(seed_of(recipe.seed, CUTMIX, *place))
-            mixed = mix_batch(images, labels, recipe, self.grid, rng, classes=self.classes)
+            place = (recipe.seed, CUTMIX, epoch, batch.number)
+            rng = random.Random(seed_of(*place))
+            image_rng = random.Random(seed_of(*place, *((number,) if number else ())))
+            mixed = mix_batch(images, labels, recipe, self.grid, rng, image_rng, classes=self.classes)
             seed_generators(seed_of(recipe.seed, NETWORK, epoch, batch.number, number))  # dropout, drop path
             yield mixed
-
-
-def _draws_per_image(recipe: Recipe) -> bool:
-    return bool(recipe.augmentation.erasing) or recipe.cutmix.box == "sample" or recipe.mixup.mode != "batch"
 
 
 def seed_generators(seed: int) -> None:

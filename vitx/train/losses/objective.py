@@ -26,7 +26,7 @@ from vitx.train.losses.patch_losses import (
     region_mixing_loss,
 )
 from vitx.train.randomness import seeded
-from vitx.train.recipes.image_and_loss_settings import CutMix, Losses
+from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Losses
 from vitx.train.recipes.recipe import Recipe
 
 
@@ -63,38 +63,49 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
 
 
 def mix_batch(
-    images: Tensor, labels: Tensor, recipe: Recipe, grid: PatchGrid | None, rng: random.Random, *, classes: int
+    images: Tensor,
+    labels: Tensor,
+    recipe: Recipe,
+    grid: PatchGrid | None,
+    rng: random.Random,
+    image_rng: random.Random | None = None,
+    *,
+    classes: int,
 ) -> MixedBatch:
     """Apply the recipe's random erasing, then its mixup or its patch-aligned CutMix.
 
     `images` are normalised floats (B, 3, S, S) and may be changed in place, `labels` int64 (B,). All randomness comes
-    from `rng`. Raises InputError for mixup of an odd batch.
+    from `rng`, where a draw is for the whole batch, and from `image_rng` (by default `rng`) where one is for each image.
+    Raises InputError for mixup of an odd batch.
     """
-    if recipe.augmentation.erasing or recipe.mixup.on:
-        # timm's erasing and mixup draw from the global generators: seed those from `rng`.
-        with seeded(rng.getrandbits(63), images.device):
-            images, targets_BC = _erase_and_mixup(images, labels, recipe, classes)
-        if targets_BC is not None:
-            return unmixed(images, labels, 0, targets_BC)
+    image_rng = image_rng or rng
+    # timm's erasing and mixup draw from the global generators: seed those.
+    if recipe.augmentation.erasing:
+        with seeded(image_rng.getrandbits(63), images.device):
+            images = _erase(images, recipe.augmentation)
+    if recipe.mixup.on:
+        with seeded((rng if recipe.mixup.mode == "batch" else image_rng).getrandbits(63), images.device):
+            images, targets_BC = _mixup(images, labels, recipe, classes)
+        return unmixed(images, labels, 0, targets_BC)
     if grid is None or not recipe.cutmix.probability:
         return unmixed(images, labels, patches=0 if grid is None else grid.size**2)
-    count = len(images) if recipe.cutmix.box == "sample" else 1
-    boxes = [_sample_box(recipe.cutmix, grid.size, rng) for _ in range(count)]
+    count, box_rng = (len(images), image_rng) if recipe.cutmix.box == "sample" else (1, rng)
+    boxes = [_sample_box(recipe.cutmix, grid.size, box_rng) for _ in range(count)]
     if not any(box.area for box in boxes):
         return unmixed(images, labels, patches=grid.size**2)
     return cutmix(images, labels, boxes, grid.patch_size)
 
 
-def _erase_and_mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: int) -> tuple[Tensor, Tensor | None]:
-    """The images, and mixup's soft labels (B, C) or None where mixup is off. Erasing comes first, as in timm."""
-    augmentation, mixup = recipe.augmentation, recipe.mixup
-    if augmentation.erasing:
-        erase: Callable[[Tensor], Tensor] = RandomErasing(  # type: ignore[no-untyped-call]  # timm's
-            augmentation.erasing, mode=augmentation.erasing_mode, device=str(images.device)
-        )
-        images = erase(images)
-    if not mixup.on:
-        return images, None
+def _erase(images: Tensor, augmentation: Augmentation) -> Tensor:
+    erase: Callable[[Tensor], Tensor] = RandomErasing(  # type: ignore[no-untyped-call]  # timm's
+        augmentation.erasing, mode=augmentation.erasing_mode, device=str(images.device)
+    )
+    return erase(images)
+
+
+def _mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: int) -> tuple[Tensor, Tensor]:
+    """The images, and mixup's soft labels (B, C)."""
+    mixup = recipe.mixup
     if len(images) % 2:
         raise InputError(f"mixup pairs the images of a batch, and this one has {len(images)}: set an even batch_size")
     blend: Callable[..., tuple[Tensor, Tensor]] = timm.data.Mixup(  # type: ignore[no-untyped-call]  # timm's
