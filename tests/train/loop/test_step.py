@@ -77,23 +77,21 @@ def test_accumulated_losses_are_means_over_the_batch(trainer: Any) -> None:
         one = trainer(f"optimizer.accumulate={accumulate}", "optimizer.clip=0")
         one.model.train()
         found, checked = one.stepper(1, next(one.batches(1)))
-        assert torch.equal(checked, found["total"]), "no norm was computed"
+        assert torch.equal(checked, found["total"])
         assert not any(value.requires_grad for value in found.values())
         losses.append(found)
     assert losses[0].keys() == losses[1].keys() >= {"classification", "total"}
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("clip", "finite"), [(1, False), (0, True)])
-def test_a_gradient_that_is_not_finite_is_seen_where_its_norm_is_computed(
-    trainer: Any, clip: float, finite: bool
-) -> None:
+@pytest.mark.parametrize("clip", [1, 0])
+def test_a_gradient_that_is_not_finite_is_seen(trainer: Any, clip: float) -> None:
     one = trainer(f"optimizer.clip={clip}")
     one.model.train()
     one.model.head.weight.register_hook(lambda gradient: gradient * math.inf)
     losses, checked = one.stepper(1, next(one.batches(1)))
     assert torch.isfinite(losses["total"])
-    assert bool(torch.isfinite(checked)) is finite
+    assert not torch.isfinite(checked)
 
 
 def test_a_gradient_is_that_of_its_step_alone(trainer: Any) -> None:
@@ -122,9 +120,7 @@ def test_dropout_differs_between_steps_and_parts_and_follows_from_the_place_alon
 
 @pytest.mark.parametrize(("box", "boxes"), [("batch", 1), ("sample", 6)])
 @pytest.mark.parametrize("erasing", [0, 0.9])
-def test_parts_share_the_box_of_the_batch_or_draw_their_own(
-    trainer: Any, box: str, boxes: int, erasing: float
-) -> None:
+def test_parts_share_the_box_of_the_batch_or_draw_their_own(trainer: Any, box: str, boxes: int, erasing: float) -> None:
     settings = ("cutmix.probability=1", "cutmix.alpha=8", f"cutmix.box={box}", f"augmentation.erasing={erasing}")
     one = trainer("optimizer.accumulate=3", *settings)
     masks = [mask for part in one.stepper._parts(1, next(one.batches(1))) for mask in part.partner_Bn]

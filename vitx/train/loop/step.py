@@ -70,12 +70,12 @@ class Stepper:
             with perturbed(self.parameters, settings.sam_rho), untracked_batch_norm(self.network):
                 self._backward(epoch, batch)
         self.scaler.unscale_(self.optimizer)  # without float16 the scaler is off, and this does nothing
-        if settings.clip:
-            norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip)
-            # Under FSDP the norm is a DTensor, whose parts `full_tensor` sums up.
-            self.gradient_norm = getattr(norm, "full_tensor", lambda: norm)()
-            if not self.scaler.is_enabled():  # the scaler itself skips a step whose gradient overflows
-                checked_total = checked_total + 0 * self.gradient_norm
+        # Without clipping too: a norm costs 0.2 % of a step, and tells a gradient that is not finite.
+        norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip or math.inf)
+        # Under FSDP the norm is a DTensor, whose parts `full_tensor` sums up.
+        self.gradient_norm = getattr(norm, "full_tensor", lambda: norm)()
+        if not self.scaler.is_enabled():  # the scaler itself skips a step whose gradient overflows
+            checked_total = checked_total + 0 * self.gradient_norm
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return losses, checked_total

@@ -441,8 +441,8 @@ class Trainer:
         settings = self.recipe.optimizer
         raise CheckFailed(
             f"the loss or its gradient is not finite at batch {min(found)} in epoch {epoch}: lower optimizer.lr "
-            f"({settings.lr:g}) or optimizer.clip ({settings.clip:g}); its images are in '{where}', and the last "
-            "checkpoint is kept"
+            f"({settings.lr:g}) or {'' if settings.clip else 'set '}optimizer.clip ({settings.clip:g}); its images are "
+            f"in '{where}', and the last checkpoint is kept"
         )
 
     def _save(self) -> None:

@@ -74,9 +74,9 @@ def mix_batch(
 ) -> MixedBatch:
     """Apply the recipe's random erasing, then its mixup or its patch-aligned CutMix.
 
-    `images` are normalised floats (B, 3, S, S) and may be changed in place, `labels` int64 (B,). All randomness comes
-    from `rng`, where a draw is for the whole batch, and from `image_rng` (by default `rng`) where one is for each image.
-    Raises InputError for mixup of an odd batch.
+    `images` are normalised floats (B, 3, S, S) and may be changed in place, `labels` int64 (B,). Draws for the whole
+    batch come from `rng`, draws for each image from `image_rng`, by default the same. Raises InputError for mixup of an
+    odd batch.
     """
     image_rng = image_rng or rng
     # timm's erasing and mixup draw from the global generators: seed those.
