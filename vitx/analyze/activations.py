@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
 from torch import Tensor, nn
 
 from vitx.analyze.accuracy import require_finite
@@ -33,7 +34,9 @@ class Layout(NamedTuple):
             prefix = 0  # CaiT's class token is added for its last two blocks, which have no patches
         else:  # PiT calls the attribute num_tokens
             prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))
-        return cls(prefix, getattr(model, "output_fmt", "NCHW") == "NHWC")
+        # SwinV2-CR's blocks are NHWC too, and its attribute is of the whole network.
+        nhwc = getattr(model, "output_fmt", "NCHW") == "NHWC" or isinstance(model, SwinTransformerV2Cr)
+        return cls(prefix, nhwc)
 
     def feature_map(self, stream: Tensor) -> Tensor | None:
         """The activation as a map (B, D, S, S); None where its patches form no square."""

@@ -8,13 +8,22 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from timm.models.convnext import ConvNeXtBlock
+from timm.models.eva import EvaBlockPostNorm
+from timm.models.mvitv2 import MultiScaleBlock
 from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock
+from timm.models.vision_transformer import ResPostBlock
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock
 from torch import nn
 
 from vitx.models.alternet import AttentionUnit, PreActivationUnit
 
 Kind = Literal["attention", "mlp", "convolution"]
+
+
+# Blocks that normalise what a branch gives: x + norm(branch(x)).
+_POST_NORM = (SwinTransformerV2Block, SwinTransformerV2CrBlock, ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
 
 
 class Unit(NamedTuple):
@@ -53,9 +62,14 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         yield Unit(name, "convolution", last, module, layer=name)
     elif isinstance(module, ConvNeXtBlock):
         yield Unit(name, "convolution", module.mlp, module, layer=name)
+    elif isinstance(module, MultiScaleBlock):
+        return  # its shortcuts pool and project: none of its branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
-        # norm2 reads the stream between attention and MLP; in Swin V2, which normalises after, it reads the branch.
-        middle = None if isinstance(module, SwinTransformerV2Block) else module.norm2
+        # What reads the stream between attention and MLP, and what ends a branch: a norm that stands after it is part of
+        # the branch, because a norm of zero is its bias.
+        post_norm = isinstance(module, _POST_NORM)
+        middle = module.mlp if post_norm else module.norm2
+        attention, mlp = (module.norm1, module.norm2) if post_norm else (module.attn, module.mlp)
         scale = float(getattr(module, "residual_scale", 1.0))
-        yield Unit(f"{name}.attn", "attention", module.attn, middle, "input", scale=scale)
-        yield Unit(f"{name}.mlp", "mlp", module.mlp, module, layer=name)
+        yield Unit(f"{name}.attn", "attention", attention, middle, "input", scale=scale)
+        yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name)

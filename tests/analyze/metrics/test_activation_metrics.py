@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from reference import randomize_like_trained, seq
@@ -52,6 +53,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_heads": (2, 4),
         "window_size": 4,
     },
+    "swinv2_cr_tiny_224": {"img_size": 32, "embed_dim": 24, "depths": (1, 2), "num_heads": (2, 4), "window_size": 4},
+    "vit_relpos_base_patch16_rpn_224": {**VIT, "num_heads": 2},
     "pit_ti_224": {
         "img_size": 64,
         "stem_type": "overlap",
@@ -100,6 +103,53 @@ def test_a_unit_without_its_branch_returns_its_input(name: str) -> None:
         assert torch.equal(model(images), whole)
 
 
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "swinv2_tiny_window8_256", "swinv2_cr_tiny_224", "rpn", "eva"]
+)
+def test_a_block_without_its_branches_is_its_shortcut(name: str) -> None:
+    """Also where a norm stands after a branch: of zero it is its bias. The stream between the two is the input too."""
+    post_norm: dict[str, Any] = {"block_fn": ResPostBlock} if name == "rpn" else {"use_post_norm": True}
+    model = (
+        network(name)
+        if name in SMALL
+        else timm.create_model(
+            "vit_tiny_patch16_224" if name == "rpn" else "eva02_tiny_patch14_224", **VIT, **post_norm
+        )
+    )
+    randomize_like_trained(model).eval()
+    units = residual_units(model)
+    side = model.patch_embed.img_size[0]
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    for attention, mlp in zip(units[::2], units[1::2], strict=True):
+        read: list[Tensor] = []
+        block = model.get_submodule(str(mlp.layer))
+        assert attention.stream_module is not None
+        hooks = [
+            attention.branch.register_forward_hook(lambda _module, _inputs, output: torch.zeros_like(output)),
+            mlp.branch.register_forward_hook(lambda _module, _inputs, output: torch.zeros_like(output)),
+            attention.stream_module.register_forward_pre_hook(
+                lambda _module, inputs, read=read: read.append(inputs[0])
+            ),
+            block.register_forward_hook(lambda _module, inputs, output, read=read: read.extend((inputs[0], output))),
+        ]
+        with torch.inference_mode():
+            model(images)
+        for hook in hooks:
+            hook.remove()
+        middle, before, after = read
+        with torch.inference_mode():  # the last blocks of SwinV2-CR also have a norm in the stream itself
+            assert torch.equal(after, getattr(block, "norm3", nn.Identity())(before)), mlp.name
+        assert torch.equal(middle.reshape(before.shape), before), attention.name
+
+
+def test_a_network_whose_shortcuts_pool_has_no_units() -> None:
+    """MViT v2; its blocks also give a tuple, the stream and its size."""
+    model = timm.create_model("mvitv2_tiny", img_size=32, num_classes=10).eval()
+    assert residual_units(model) == []
+    (batch,) = stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32), batch_size=2)
+    assert batch.streams == {}
+
+
 def _block_of(model: nn.Module, name: str, kind: str) -> nn.Module:
     return model.get_submodule(name if kind == "convolution" else name.rpartition(".")[0])
 
@@ -120,6 +170,7 @@ def test_every_family_is_measured(name: str) -> None:
             metric.add(batch)
     fourier, variance, cka = (metric.result() for metric in metrics)
     assert len(fourier.units) >= 3  # CaiT's class blocks have no map
+    assert len(fourier.units) == len(batches[0].streams) or not name.startswith("swin")
     assert set(fourier.units) == set(variance.variance)
     matrix = torch.tensor(cka.matrix, dtype=torch.float64)
     assert torch.allclose(matrix, matrix.T)
