@@ -89,11 +89,17 @@ class Ended:
         self.joined += 1
 
 
+GUARD = (
+    'a program that calls vitx stands under `if __name__ == "__main__":`, because this process imports its file again'
+)
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [
         (0, "with exit code 0"),
-        (1, "with exit code 1"),
+        (1, f"at its start: {GUARD}"),
+        (2, "with exit code 2"),
         (None, "with exit code None"),
         (-11, "of SIGSEGV"),
         (-1, "of SIGHUP"),

@@ -1,11 +1,15 @@
 """docs/api.md and the notebooks are programs: each is run as it stands, but for smaller networks.
 
-All are run in one process, each in a folder of its own: what is imported for the first is there for the others.
+The notebooks are run in one process, each in a folder of its own: what the first imports is there for the others.
 """
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 NOTEBOOKS = ("over-smoothing", "tour")
 MOST_BYTES = 600_000  # of a notebook in the repository
 KINDS = ("image/png", "text/html", "text/plain")  # a notebook shows the first that an object has
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SMALLER = ["epochs=1", "workers=0", *TINY]
 DRIVER = """
 import os
@@ -70,14 +75,15 @@ def program_of_notebook(notebook: str) -> str:
 def program_of_page() -> str:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "api.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 8
-    return "\n".join(blocks).replace('"epochs=1"', ", ".join(map(repr, SMALLER)))
+    program = "\n".join(blocks).replace('"epochs=1"', ", ".join(map(repr, SMALLER)))
+    return 'if __name__ == "__main__":\n' + textwrap.indent(program, "    ")
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each program printed, and the error that ended it."""
     folder = tmp_path_factory.mktemp("docs")
-    sources = {"api": program_of_page(), **{name: program_of_notebook(name) for name in NOTEBOOKS}}
+    sources = {name: program_of_notebook(name) for name in NOTEBOOKS}
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
     (folder / "driver").write_text(DRIVER.format(programs=[str(folder / f"{name}.py") for name in sources]))
@@ -88,9 +94,14 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {part.partition(".py\n")[0]: part.partition(".py\n")[2] for part in parts}
 
 
-def test_the_page_runs(printed: dict[str, str]) -> None:
+def test_the_page_runs_as_a_file(tmp_path: Path) -> None:
+    """The processes of its conversions import the file."""
+    (tmp_path / "program.py").write_text(program_of_page())
+    command = [sys.executable, "program.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     for expected in ("after 1 epoch", "torch.Size([2, 197, 384])", "run.vitx pass", "(2, 10) CPUExecutionProvider"):
-        assert expected in printed["api"], printed["api"]
+        assert expected in ran.stdout, ran.stdout + ran.stderr
+    assert ran.returncode == 0
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)

@@ -248,7 +248,7 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     options = ExportOptions(
         data="d", for_="cpu", witness=7, max_flip_rate=0.05, device="cpu", triton=Path("repository")
     )
-    export_certified("model:deit_tiny", Path("o.vitx"), options, weights="random")
+    export_certified("model:deit_tiny", "o.vitx", options, weights="random")
     request = SourceRequest("model:deit_tiny", which="best", weights="random", data="d")
     assert exporting.calls["certify"] == (
         (bundle, request, "d"),

@@ -102,6 +102,11 @@ def resident_gib(pid: int) -> float:
 
 
 def _cause(exit_code: int | None) -> str:
+    if exit_code == 1:  # Python's, for an error before `_child`, which sends every other
+        return (
+            ' at its start: a program that calls vitx stands under `if __name__ == "__main__":`, because this process '
+            "imports its file again"
+        )
     if exit_code is None or exit_code >= 0:
         return f" with exit code {exit_code}"
     try:

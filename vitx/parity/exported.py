@@ -32,7 +32,7 @@ from vitx.runtimes.torch import TorchSession
 
 def export_certified(
     target: str,
-    out: Path | None = None,
+    out: Path | str | None = None,
     options: ExportOptions | None = None,
     *,
     weights: str = "pretrained",
@@ -48,7 +48,7 @@ def export_certified(
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
     if options.hub is not None:
         check_hub_folder(options.hub)
-    out = out or Path(f"{request.network}.vitx" if request.is_model else f"{target}.vitx")
+    out = Path(out or (f"{request.network}.vitx" if request.is_model else f"{target}.vitx"))
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 
     runtimes = (*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ()))
