@@ -60,6 +60,8 @@ def test_enough_images_for_the_rate(
     ("arguments", "text"),
     [
         (["--images", "some"], "--images some: expected all, enough or a number"),
+        (["--batch-sizes", "5,60000"], "--batch-sizes 60000: expected at most the 360 images"),
+        (["--verify", "--served"], "--served has no effect with --verify: leave it out"),
         (["--batch-sizes", "1,b"], "--batch-sizes 1,b: expected batch sizes such as 1,8,32"),
         (["--runtime", "tensorflow"], "unknown runtime"),
         (["--reference-runtime", "onnxruntime"], "a run's checkpoint runs in torch"),
@@ -77,6 +79,20 @@ def test_one_side_alone_is_refused(tiny_run: RunFolder, vitx: Vitx) -> None:
     code, _, err = vitx("parity", tiny_run.path)
     assert code == 2
     assert "expected a reference and a candidate" in err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--served",), ("--trace",), ("--data", "digits"), ("--images", "5"), ("--report", "x.html"), ("--skip-bad",)],
+)
+def test_an_option_that_a_bundle_alone_has_no_use_for_is_refused(
+    uncertified_bundle: Bundle, vitx: Vitx, option: tuple[str, ...]
+) -> None:
+    code, _, err = vitx("parity", uncertified_bundle.path, *option)
+    assert code == 2
+    path = uncertified_bundle.path
+    expected = f"{option[0]} has no effect on '{path}' alone: leave it out, or give a reference and a candidate"
+    assert expected in err
 
 
 def failing_report(colours_folder: Path, tmp_path: Path, vitx: Vitx) -> str:

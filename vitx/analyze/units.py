@@ -65,8 +65,8 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
     elif isinstance(module, MultiScaleBlock):
         return  # its shortcuts pool and project: none of its branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
-        # What reads the stream between attention and MLP, and what ends a branch: a norm that stands after it is part of
-        # the branch, because a norm of zero is its bias.
+        # What reads the stream between attention and MLP, and what ends a branch: a norm that stands after it is part
+        # of the branch, because a norm of zero is its bias.
         post_norm = isinstance(module, _POST_NORM)
         middle = module.mlp if post_norm else module.norm2
         attention, mlp = (module.norm1, module.norm2) if post_norm else (module.attn, module.mlp)

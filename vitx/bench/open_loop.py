@@ -24,6 +24,7 @@ from vitx.serve.limits import Batching
 
 # The first arrival is due this long after the start, so that the generator's thread runs by then.
 _LEAD_SECONDS = 0.05
+MOST_ARRIVALS = 1_000_000  # half a minute of the generator's work, if it need not wait
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,16 @@ class OpenLoopRun:
 def poisson_arrivals(rate: float, seconds: float, seed: int = 0) -> npt.NDArray[np.float64]:
     """Seconds at which requests arrive: gaps are exponential with mean 1/rate; sorted, all below `seconds`.
 
-    Raises InputError when `rate` × `seconds` is below one arrival.
+    Raises InputError when `rate` × `seconds` is below one arrival or above `MOST_ARRIVALS`.
     """
-    if not rate * seconds >= 1:
-        raise InputError(f"rate {rate:g} a second for {seconds:g} s: expected at least one arrival, give a longer time")
     expected = rate * seconds
+    if not expected >= 1:
+        raise InputError(f"rate {rate:g} a second for {seconds:g} s: expected at least one arrival, give a longer time")
+    if expected > MOST_ARRIVALS:
+        raise InputError(
+            f"rate {rate:g} a second for {seconds:g} s: expected at most {MOST_ARRIVALS:,} arrivals, give a lower rate "
+            "or a shorter time"
+        )
     gaps = np.random.default_rng(seed).exponential(1 / rate, int(expected + 10 * expected**0.5 + 10))
     arrivals: npt.NDArray[np.float64] = np.cumsum(gaps)
     return arrivals[arrivals < seconds]

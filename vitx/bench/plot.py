@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vitx.core.errors import InputError, missing_package
+from vitx.core.files import make_folder
 from vitx.core.latency import Latency
 
 FORMATS = (".png", ".svg")
@@ -13,11 +14,12 @@ _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("-", "v"), ("--", 
 
 
 def check_plot(path: Path) -> None:
-    """Raise InputError for another suffix than .png or .svg, EnvironmentMissing when matplotlib is not installed."""
+    """Make the folder; raise InputError for a suffix but .png or .svg, EnvironmentMissing without matplotlib."""
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"plot '{path}': expected a name that ends in {' or '.join(FORMATS)}")
     if find_spec("matplotlib") is None:
         raise missing_package("matplotlib", "analyze")
+    make_folder(path.parent)
 
 
 def save_plot(title: str, latencies: Mapping[str, Latency], path: Path) -> None:

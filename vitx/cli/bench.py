@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vitx.bench.options import BenchOptions
-from vitx.cli.options import BundleArgument, Json, Quiet, from_records
+from vitx.cli.options import BundleArgument, Json, Quiet, from_records, require_effect
 
 if TYPE_CHECKING:
     from vitx.bench.request import BenchRequest
@@ -24,18 +24,19 @@ def command(
     """
     from vitx.bench.request import BenchRequest
     from vitx.core.bundle import Bundle
-    from vitx.core.errors import InputError
 
     request = BenchRequest(Bundle.open(bundle), options.run, options.runtime, options.device, options.threads)
-    loaded = options.rate or options.scenario
-    if not (options.tune or loaded):
-        _sweep(request, options, as_json=as_json, quiet=quiet)
-        return
-    if options.plot or options.image or (options.tune and (loaded or options.threads or options.instances)):
-        raise InputError("--plot and --image go with the batch sweep; --tune goes with --runtime and --json alone")
+    always = {"run", "runtime", "device"}
     if options.tune:
+        require_effect(options, {*always, "tune"}, "on --tune: leave it out")
         _tune(request, as_json=as_json, quiet=quiet)
+    elif options.rate is None and options.scenario is None:
+        sweep = {*always, "batch", "seconds", "image", "plot", "threads"}
+        require_effect(options, sweep, "without --rate or --scenario: leave it out, or give one of them")
+        _sweep(request, options, as_json=as_json, quiet=quiet)
     else:
+        load = {*always, "batch", "seconds", "rate", "scenario", "p99", "instances", "threads"}
+        require_effect(options, load, "on --rate and --scenario: leave it out")
         _load_test(request, options, as_json=as_json)
 
 
@@ -112,9 +113,12 @@ def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool)
     from vitx.bench.scenarios import parse_scenarios
     from vitx.core.console import print_json, print_table
 
+    scenarios = () if options.scenario is None else parse_scenarios(options.scenario)
+    if "server" not in scenarios:
+        require_effect(options, type(options).model_fields.keys() - {"p99"}, "without --scenario server: leave it out")
     report = request.load_test(
-        rates=parse_rates(options.rate) if options.rate else (),
-        scenarios=parse_scenarios(options.scenario) if options.scenario else (),
+        rates=() if options.rate is None else parse_rates(options.rate),
+        scenarios=scenarios,
         max_batch=options.batch[-1],
         instances=options.instances,
         seconds=options.seconds,

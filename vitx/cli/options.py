@@ -153,6 +153,13 @@ def _record(record: type[Options], context: typer.Context, values: dict[str, Any
         raise InputError(f"{_flag(name, record.model_fields[name])} {first['input']}: {message}") from None
 
 
+def require_effect(options: Options, fields: set[str], otherwise: str) -> None:
+    """Raise InputError naming an option that was given and is none of `fields`, those that have an effect."""
+    for name, field in type(options).model_fields.items():
+        if name in options.model_fields_set - fields and getattr(options, name) != field.default:
+            raise InputError(f"{_flag(name, field)} has no effect {otherwise}")
+
+
 def _flag(name: str, field: FieldInfo) -> str:
     extra: Any = field.json_schema_extra or {}
     return extra.get("flag") or f"--{name.rstrip('_').replace('_', '-')}"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitx.cli.options import Json, Quiet, from_records
+from vitx.cli.options import Json, Quiet, from_records, require_effect
 from vitx.parity.options import ParityOptions
 
 if TYPE_CHECKING:
@@ -45,12 +45,15 @@ def command(
     from vitx.parity.replay import verify_certificate
 
     if options.verify:
+        require_effect(options, {"verify", "data", "checkpoint", "device"}, "with --verify: leave it out")
         replay = verify_certificate(reference, candidate, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()
         log_next("vitx", "serve", reference, quiet=quiet)
         return
     if candidate is None:
+        applied = {"runtime", "max_flip_rate", "device"}
+        require_effect(options, applied, f"on '{reference}' alone: leave it out, or give a reference and a candidate")
         verdicts = certify_here(reference, options, quiet=quiet)
         _print_verdicts(reference, verdicts, as_json=as_json)
         for verdict in verdicts:

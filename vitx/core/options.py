@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from vitx.core.files import Record
 
 _BEYOND = 2**31
+MAX_BATCH = 65536  # images
 
 
 class Options(Record):
@@ -100,13 +101,13 @@ def number_range(given: Any) -> Any:
 
 
 def parse_batch_sizes(given: Any) -> Any:
-    """'1, 8,32' → (1, 8, 32), anything but a text as it is; raise ValueError for anything but positive numbers."""
+    """'1, 8,32' → (1, 8, 32), anything but a text as it is; raise ValueError for anything but numbers of a batch."""
     if not isinstance(given, str):
         return given
     try:
         sizes = tuple(int(part) for part in given.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise ValueError("expected batch sizes such as 1,8,32")
+    if not sizes or min(sizes) < 1 or max(sizes) > MAX_BATCH:
+        raise ValueError(f"expected batch sizes such as 1,8,32, at most {MAX_BATCH:,}")
     return sizes

@@ -64,6 +64,8 @@ def check_parity(
     ):
         split = open_images(options.data or reference.data or candidate.data, "val", skip_bad=options.skip_bad)
         images = sample_images(split, options.images, options.max_flip_rate)
+        if max(options.batch_sizes, default=0) > len(images):
+            raise InputError(f"--batch-sizes {max(options.batch_sizes)}: expected at most the {len(images)} images")
         result = _measure(reference, candidate, images, options, whole=len(images) == len(split), quiet=quiet)
     if options.report is not None:
         title = f"Parity of {candidate_path} with {reference_path}"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize
 
 from vitx.core.options import (
+    MAX_BATCH,
     AllowUncertified,
     DeviceOption,
     Options,
@@ -48,7 +49,7 @@ class ServeOptions(Options):
     grpc_port: int | None = option(None, "Serve gRPC there too; Triton's is 8001, 0 any free port.", ge=0, le=65535)
     shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
-    max_batch: int = option(32, "Images in a batch at most.", ge=1, le=65536)
+    max_batch: int = option(32, "Images in a batch at most.", ge=1, le=MAX_BATCH)
     max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
     instances: int | None = option(

@@ -109,7 +109,7 @@ def test_a_unit_without_its_branch_returns_its_input(name: str) -> None:
 def test_a_block_without_its_branches_is_its_shortcut(name: str) -> None:
     """Also where a norm stands after a branch: of zero it is its bias. The stream between the two is the input too."""
     post_norm: dict[str, Any] = {"block_fn": ResPostBlock} if name == "rpn" else {"use_post_norm": True}
-    model = (
+    model: Any = (
         network(name)
         if name in SMALL
         else timm.create_model(
