@@ -92,6 +92,14 @@ def test_a_class_without_images(tmp_path: Path) -> None:
         open_images(str(root), "train")
 
 
+def test_a_link_that_leads_nowhere_is_an_unreadable_image(tmp_path: Path) -> None:
+    root = folder(tmp_path)
+    (root / "train" / "dog" / "lost.png").symlink_to("nowhere.png")
+    with pytest.raises(InputError, match=r"unreadable image .*train/dog/lost\.png: .*--skip-bad"):
+        open_images(str(root), "train")
+    assert len(open_images(str(root), "train", skip_bad=True).skipped) == 1
+
+
 def test_an_unreadable_image_is_named_or_skipped(tmp_path: Path) -> None:
     root = folder(tmp_path)
     bad = root / "val" / "dog" / "1.png"

@@ -17,12 +17,15 @@ CHECKED_IMAGES = 20_000
 
 
 def list_images(folder: Path) -> list[Path]:
-    """All image files under `folder`, recursively, in sorted order; hidden files and folders are left out."""
+    """All image files under `folder`, recursively, in sorted order; hidden files and folders are left out.
+
+    A link that leads nowhere is one of them: it is unreadable, and whoever reads it says so.
+    """
     return sorted(
         path
         for path in folder.rglob("*")
         if path.suffix.lower() in EXTENSIONS
-        and path.is_file()
+        and (path.is_file() or (path.is_symlink() and not path.exists()))
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
 
