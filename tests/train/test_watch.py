@@ -58,6 +58,14 @@ def test_a_run_whose_process_was_killed(run: RunFolder) -> None:
     assert not HALF.model_copy(update={"pid": os.getpid()}).process_is_gone()
 
 
+def test_a_run_that_ended_early_says_why(run: RunFolder) -> None:
+    advance(run, ENDED.model_copy(update={"failure": "stopped by SIGINT"}), 1)
+    found = states(run, lambda: None)
+    assert next(found).progress.ended
+    with pytest.raises(CheckFailed, match=r"ended before its last epoch: stopped by SIGINT$"):
+        next(found)
+
+
 def test_a_run_that_has_not_begun_and_one_that_ended(run: RunFolder, tmp_path: Path, vitx: Vitx) -> None:
     with pytest.raises(InputError, match="expected a run whose training has begun"):
         next(states(RunFolder(tmp_path / "nothing"), lambda: None))

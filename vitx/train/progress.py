@@ -12,7 +12,10 @@ PROGRESS_FILE = "progress.json"
 
 
 class RunProgress(Record):
-    """step, steps: of the whole run. loss: of the latest tenth step, None before the first. ended: in order."""
+    """step, steps: of the whole run. loss: of the latest tenth step, None before the first. ended: in order.
+
+    failure: why it ended before its last epoch.
+    """
 
     step: int
     steps: int
@@ -23,6 +26,7 @@ class RunProgress(Record):
     host: str = Field(default_factory=socket.gethostname)
     pid: int = Field(default_factory=os.getpid)
     ended: bool = False
+    failure: str = ""
 
     def process_is_gone(self) -> bool:
         """Whether the process that trained has died, as far as can be known from this machine."""

@@ -36,7 +36,7 @@ class RunState(NamedTuple):
 def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
     """Yield the state of `run` until it has ended, calling `pause` in between.
 
-    Raises InputError where nothing was trained yet, and CheckFailed when the process that trained was killed.
+    Raises InputError where nothing was trained yet, and CheckFailed when the training failed, or was stopped or killed.
     """
     path = run.path / PROGRESS_FILE
     if not path.is_file():
@@ -45,6 +45,8 @@ def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
         progress = read_record(path, RunProgress)
         gone = progress.process_is_gone() and not read_record(path, RunProgress).ended  # it may have ended in between
         yield (state := RunState(progress, read_lines(run.metrics_path)))
+        if progress.failure:
+            raise CheckFailed(f"the training of '{run.path}' ended before its last epoch: {progress.failure}")
         if progress.ended:
             return
         if gone:

@@ -19,9 +19,9 @@ def test_every_tenth_step_is_written_with_what_is_left(tmp_path: Path, monkeypat
     clock = iter([0.0, 2.0, 22.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     log = StepLog(tmp_path, steps=300, epochs=3, done=100, batch_size=8, device=torch.device("cpu"))
-    for step in range(100, 115):
-        log(step, {"total": torch.tensor(step / 100)}, 0.5, torch.tensor(3.0))
-    log.close()
+    with log:
+        for step in range(100, 115):
+            log(step, {"total": torch.tensor(step / 100)}, 0.5, torch.tensor(3.0))
     assert log.note == "loss 1.100, 4 images/s, 6 min of the run left"
     events = EventAccumulator(str(tmp_path / "tensorboard" / "steps")).Reload()
     assert {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]} == {

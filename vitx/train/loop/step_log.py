@@ -3,6 +3,7 @@
 import math
 import time
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class StepLog:
         for name, value in read.items():
             self.writer.add_scalar(name, value, step + 1)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.writer.close()
-        write_json(self.progress_path, self.progress.model_copy(update={"step": self.latest, "ended": True}))
+        failure = "" if error is None else str(error) or type(error).__name__
+        ended = {"step": self.latest, "ended": True, "failure": failure}
+        write_json(self.progress_path, self.progress.model_copy(update=ended))

@@ -6,7 +6,7 @@ number of the step alone, and a resumed run ends in the same bits as one that wa
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -289,7 +289,7 @@ class Trainer:
                 metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
                 request = stack.enter_context(stop_request())
                 if self.processes.writes:
-                    self.step_log = stack.enter_context(closing(self._new_step_log()))
+                    self.step_log = stack.enter_context(self._new_step_log())
                 while not self._finished():
                     self.history.append(self._epoch(len(self.history) + 1, request))
                     self._save()
