@@ -11,6 +11,14 @@ from vitx.core.files import Record, read_record, sha256_file
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
 
+# Arguments of timm's factory that are not of the network, with what to do instead.
+NOT_OF_THE_NETWORK = {
+    **dict.fromkeys(("pretrained", "checkpoint_path", "pretrained_strict", "cache_dir"), "say --weights"),
+    **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay", "model_name"), "choose another model:NAME"),
+    **dict.fromkeys(("scriptable", "exportable", "no_jit", "device", "dtype"), "leave it out, export sets it"),
+    **dict.fromkeys(("in_chans", "features_only", "out_indices"), "leave it out, bundles classify RGB images"),
+}
+
 
 class ModelSpec(Record):
     """How to build the network: `timm.create_model(name, num_classes=…, **kwargs)` after `import vitx.models`."""

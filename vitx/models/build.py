@@ -12,6 +12,7 @@ from torch import nn
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.options import Checkpoint
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, weights_file
+from vitx.models.public_checkpoint import first_line
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
@@ -20,8 +21,11 @@ def build_model(spec: ModelSpec) -> nn.Module:
         raise unknown_name("model", spec.name, timm.list_models())
     try:
         model: nn.Module = timm.create_model(spec.name, num_classes=spec.num_classes, **spec.kwargs)
-    except TypeError as error:
-        raise InputError(f"model '{spec.name}' does not take these arguments: {error}") from None
+    except InputError:
+        raise
+    # What a constructor raises for a value that it cannot use is its own choice.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"model '{spec.name}' does not take these arguments: {first_line(error)}") from None
     return model
 
 

@@ -18,19 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import ModelSpec, RunFolder, weights_file
+from vitx.core.run import NOT_OF_THE_NETWORK, ModelSpec, RunFolder, weights_file
 from vitx.data.open import open_images
 from vitx.models import build_model, load_public_checkpoint, load_run_model
-from vitx.models.public_checkpoint import first_line, published_model
+from vitx.models.public_checkpoint import published_model
 
 PREFIX = "model:"
-# Arguments of timm's factory that are not of the network, with what to do instead.
-NOT_OF_THE_NETWORK = {
-    **dict.fromkeys(("pretrained", "checkpoint_path", "pretrained_strict", "cache_dir"), "say --weights"),
-    **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay", "model_name"), "choose another model:NAME"),
-    **dict.fromkeys(("scriptable", "exportable", "no_jit", "device", "dtype"), "leave it out, export sets it"),
-    **dict.fromkeys(("in_chans", "features_only", "out_indices"), "leave it out, bundles classify RGB images"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,10 +272,9 @@ def _built(spec: ModelSpec) -> nn.Module:
         return build_model(spec)
     try:
         return build_model(spec)
-    # What a constructor raises for a value that it cannot use is its own choice; InputError is a ValueError.
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except InputError as error:
         given = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs.items())
-        raise InputError(f"'{spec.name}' cannot be built with --model-arg {given}: {first_line(error)}") from None
+        raise InputError(f"'{spec.name}' cannot be built with --model-arg {given}: {error}") from None
 
 
 def _pretrained(spec: ModelSpec) -> nn.Module:

@@ -69,7 +69,9 @@ def test_the_schedules_of_timm_by_name(settings: Schedule, step: int, rate: floa
 
 
 def test_a_wrong_schedule_argument_is_named() -> None:
-    with pytest.raises(InputError, match=r"schedule\.name=cosine cannot be made .*decay_eposch"):
+    with pytest.raises(
+        InputError, match=r"schedule\.kwargs\.decay_eposch has no effect with schedule\.name=cosine, which"
+    ):
         rates(Schedule(kwargs={"decay_eposch": 3}))
 
 

@@ -103,8 +103,35 @@ def test_the_whole_rate_by_its_formula(epochs: int, steps: int, warmup: float) -
 
 def test_a_schedule_that_timm_does_not_take_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-    with pytest.raises(InputError, match=r"^schedule\.name=step cannot be made with these settings: .*unknown"):
-        build_schedule(optimizer, Schedule(name="step", kwargs={"unknown": 1}), epochs=2, steps=3)
+    with pytest.raises(InputError, match=r"^schedule\.name=wsd cannot be made with these settings: .*decay_epochs"):
+        build_schedule(optimizer, Schedule(name="wsd", kwargs={"decay_epochs": 9}), epochs=2, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "refused"),
+    [
+        ("step", {"unknown": 1}, "unknown"),
+        ("step", {"patience_epochs": 3}, "patience_epochs"),
+        ("step", {"decay_epochs": 1, "decay_rate": 0.5}, ""),
+        ("cosine", {"decay_rate": 0.5}, "decay_rate"),
+        ("cosine", {"cycle_decay": 0.5}, "cycle_decay"),
+        ("cosine", {"cycle_decay": 0.5, "cycle_limit": 2}, ""),
+        ("cosine", {"noise_pct": 0.5}, "noise_pct"),
+        ("cosine", {"noise_pct": 0.5, "noise": 0.5}, ""),
+        ("step", {"cycle_limit": 2}, "cycle_limit"),
+        ("poly", {"decay_rate": 2.0, "k_decay": 1.0}, ""),
+    ],
+)
+def test_an_argument_that_the_schedule_does_not_heed_is_refused(name: Any, given: dict[str, Any], refused: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = Schedule(name=name, kwargs=given)
+    if not refused:
+        build_schedule(optimizer, schedule, epochs=2, steps=3)
+        return
+    with pytest.raises(
+        InputError, match=rf"^schedule\.kwargs\.{refused} has no effect with schedule\.name={name}, which"
+    ):
+        build_schedule(optimizer, schedule, epochs=2, steps=3)
 
 
 def test_what_timm_only_warns_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,21 @@ def test_missing_data_is_named(vitx: Vitx, image_folder: Path, tmp_path: Path, d
         (("digits-deit", "--set", "optimizer.rate=1"), "unknown setting 'optimizer.rate'"),
         (("digits-deit", "--set", "model.name=deit_digit"), "unknown model 'deit_digit': did you mean deit_digits"),
         (("digits-deit", "--set", "model.kwargs.depht=3"), "does not take these arguments: "),
+        (("digits-deit", "--set", "model.kwargs.class_token=false"), "Token pooling needs the class token"),
+        (("digits-deit", "--set", "model.kwargs.embed_layer=x"), "does not take these arguments: "),
+        (
+            ("digits-deit", "--set", "model.kwargs.drop_path_rate=1.5"),
+            "drop_path_rate is 1.5: expected a number from 0",
+        ),
+        (("digits-deit", "--set", "model.kwargs.in_chans=1"), "model.kwargs.in_chans is no argument of a network for"),
+        (("digits-deit", "--set", "model.kwargs.features_only=true"), "features_only is no argument of a network for"),
+        (("digits-deit", "--set", "model.kwargs.checkpoint_path=x"), "checkpoint_path is no argument of a network for"),
+        (("digits-deit", "--set", "model.kwargs.pretrained_cfg=x"), "pretrained_cfg is no argument of a network for"),
+        (("digits-deit", "--set", "schedule.kwargs.decay_epochs=3"), "schedule.kwargs.decay_epochs has no effect with"),
+        (
+            ("digits-deit", "--set", "distillation.weight=0.3"),
+            "distillation.weight has no effect without distillation.",
+        ),
         (("digits-deit", "--set", "preprocessing.image_size=33"), "img_size 33 is not divisible by patch_size 4"),
     ],
 )
@@ -274,6 +289,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(vitx: Vitx, tmp_path: Path) -> 
     code, _, err = vitx("train", "digits-deepvit", "--out", tmp_path / "run", *settings)
     assert code == 1
     assert "in epoch 1: lower optimizer.lr (1e+30)" in err
+    code, _, err = vitx("watch", tmp_path / "run")
+    assert code == 1
+    assert "ended before its last epoch: the loss or its gradient is not finite at batch " in err
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

@@ -22,6 +22,20 @@ KEEPS_LISTS = "kron"
 GROUP_COUNTERS = ("step", "lookahead_step")
 
 
+# What each schedule of timm heeds among the arguments of `create_scheduler_v2`, beside `noise`.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "cosine": ("cycle_limit", "k_decay"),
+    "tanh": ("cycle_limit",),
+    "poly": ("cycle_limit", "k_decay", "decay_rate"),
+    "step": ("decay_epochs", "decay_rate"),
+    "multistep": ("decay_milestones", "decay_rate"),
+    "wsd": ("decay_epochs", "decay_fn"),
+    "rsqrt": ("decay_epochs", "decay_fn", "stable_timescale"),
+    "constant": (),
+}
+_OF_NOISE, _OF_CYCLES = {"noise_pct", "noise_std", "noise_seed"}, {"cycle_mul", "cycle_decay"}
+
+
 class OptimizerState(NamedTuple):
     """`tensors` are named ENTRY/PARAMETER, such as "exp_avg/head.weight", or ENTRY/groups.0 for those of a parameter
     group; `numbers` has the same names and holds what an optimizer counts as plain numbers.
@@ -72,8 +86,9 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
 
     A linear warm-up of at most half of the epochs comes first, and the schedule ends with the cool-down. The rate
     follows from the step alone, so a resumed run needs no state of the schedule. Several schedules of one optimizer
-    begin from the same rate. Raises InputError for arguments that timm does not take.
+    begin from the same rate. Raises InputError for arguments that timm does not take or heed.
     """
+    _refuse_without_effect(settings)
     warmup = int(settings.warmup(epochs) * steps)  # in steps
     length = epochs - settings.cooldown_epochs - (warmup / steps if settings.warmup_prefix else 0)
     try:
@@ -96,6 +111,19 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
     except (TypeError, ValueError, AssertionError, Warning) as error:
         raise InputError(f"schedule.name={settings.name} cannot be made with these settings: {error}") from None
     return schedule
+
+
+def _refuse_without_effect(settings: Schedule) -> None:
+    """timm takes the arguments of every schedule for each, and drops those that are of another."""
+    heeded = {"noise", *_ARGUMENTS[settings.name]}
+    heeded |= _OF_NOISE if settings.kwargs.get("noise") is not None else set()
+    heeded |= _OF_CYCLES if "cycle_limit" in heeded & settings.kwargs.keys() else set()
+    for name in settings.kwargs:
+        if name not in heeded:
+            raise InputError(
+                f"schedule.kwargs.{name} has no effect with schedule.name={settings.name}, which heeds "
+                f"{', '.join(sorted(heeded))}: leave it out"
+            )
 
 
 def describe_rate(optimizer: Optimizer, schedule: Schedule, *, batch_size: int, epochs: int) -> str:

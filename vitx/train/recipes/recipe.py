@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import Record, read_record
 from vitx.core.preprocess import Preprocessing
+from vitx.core.run import NOT_OF_THE_NETWORK
 from vitx.data.image_set import NAMED_SETS
 from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Decay, Losses, Mixup, refuse_double_mixing
 from vitx.train.recipes.optimization_settings import (
@@ -84,9 +85,13 @@ class Recipe(Record):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         refuse_double_mixing(self.mixup, self.cutmix, self.losses)
-        for name, source in DERIVED_ARGUMENTS.items():
-            if name in self.model.kwargs:
-                raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
+        for name, value in self.model.kwargs.items():
+            if name in DERIVED_ARGUMENTS:
+                raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {DERIVED_ARGUMENTS[name]}")
+            if name in NOT_OF_THE_NETWORK:
+                raise ValueError(f"model.kwargs.{name} is no argument of a network for training: leave it out")
+            if name == "drop_path_rate" and not (isinstance(value, int | float) and 0 <= value < 1):
+                raise ValueError(f"model.kwargs.drop_path_rate is {value}: expected a number from 0 to below 1")
         refuse_unsupported(self.optimizer, self.execution, self.losses)
         for epochs in (*(stage.until for stage in self.stages), self.epochs):
             refuse_impossible_schedule(self.optimizer.rate(self.batch_size), self.schedule, epochs)
