@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from sandbox_jobs import add, divide_by_zero, exit_at_once, fill_memory, kill_self, raise_disk_full, raise_input_error
 from vitx.core import sandbox
@@ -150,7 +149,8 @@ def child_answers(function: Callable[..., object], *arguments: object) -> tuple[
 def test_what_a_child_sends() -> None:
     with warnings.catch_warnings():
         assert child_answers(divmod, 17, 5) == ("result", (3, 2))
-        assert warnings.filters[0][:3] == ("ignore", None, Image.DecompressionBombWarning)
+        action, _, category, module, _ = warnings.filters[0]
+        assert (action, category, module and module.pattern) == ("ignore", Warning, r"PIL\.")
         kind, error = child_answers(raise_input_error)
         assert (kind, type(error), str(error)) == ("error", InputError, "the graph has no input")
         kind, error = child_answers(raise_disk_full)

@@ -152,7 +152,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
         self._limit_writing()
 
-    def _close_when_read(self) -> None:
+    def _end(self) -> None:
         """Close behind the reply. What the client still sends of the body is dropped: else it might lose the reply."""
         self._ending = not self._in_head and not (self.pipeline or self.expect_100_continue)
         if not self._ending:
@@ -242,7 +242,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
-        cycle.transport = SimpleNamespace(write=self.transport.write, close=self._close_when_read)
+        cycle.transport = SimpleNamespace(write=(to := self.transport).write, is_closing=to.is_closing, close=self._end)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
