@@ -59,6 +59,8 @@ def _profile(bundle: Bundle, *, optimized: bool) -> list[dict[str, Any]]:
     """ONNX Runtime's record of each kernel that ran for one image: operator, shapes, sizes in bytes."""
     import onnxruntime
 
+    from vitx.runtimes.onnxruntime import rewrites_break
+
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -66,7 +68,7 @@ def _profile(bundle: Bundle, *, optimized: bool) -> list[dict[str, Any]]:
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     # The profile leaves out the shapes and sizes of prepacked weights.
     options.add_session_config_entry("session.disable_prepacking", "1")
-    if bundle.manifest.precision == "fp8" or bundle.manifest.base != "fp32":  # see OnnxRuntimeSession
+    if rewrites_break(bundle.manifest):
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     if not sums_int8_exactly():  # see OnnxRuntimeSession
         options.add_session_config_entry("session.x64quantprecision", "1")

@@ -52,11 +52,8 @@ class OpenLoopRun:
         return len(self.latencies) / self.elapsed
 
 
-def poisson_arrivals(rate: float, seconds: float, seed: int = 0) -> npt.NDArray[np.float64]:
-    """Seconds at which requests arrive: gaps are exponential with mean 1/rate; sorted, all below `seconds`.
-
-    Raises InputError when `rate` × `seconds` is below one arrival or above `MOST_ARRIVALS`.
-    """
+def check_arrivals(rate: float, seconds: float) -> float:
+    """Return `rate` × `seconds`; raise InputError when it is below one arrival or above `MOST_ARRIVALS`."""
     expected = rate * seconds
     if not expected >= 1:
         raise InputError(f"rate {rate:g} a second for {seconds:g} s: expected at least one arrival, give a longer time")
@@ -65,6 +62,15 @@ def poisson_arrivals(rate: float, seconds: float, seed: int = 0) -> npt.NDArray[
             f"rate {rate:g} a second for {seconds:g} s: expected at most {MOST_ARRIVALS:,} arrivals, give a lower rate "
             "or a shorter time"
         )
+    return expected
+
+
+def poisson_arrivals(rate: float, seconds: float, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Seconds at which requests arrive: gaps are exponential with mean 1/rate; sorted, all below `seconds`.
+
+    Raises what `check_arrivals` raises.
+    """
+    expected = check_arrivals(rate, seconds)
     gaps = np.random.default_rng(seed).exponential(1 / rate, int(expected + 10 * expected**0.5 + 10))
     arrivals: npt.NDArray[np.float64] = np.cumsum(gaps)
     return arrivals[arrivals < seconds]

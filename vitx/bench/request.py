@@ -10,7 +10,7 @@ from typing import Any
 
 from vitx.bench.autotune import tune
 from vitx.bench.closed_loop import Loader, device_of, random_images
-from vitx.bench.open_loop import OpenLoopRun, poisson_arrivals
+from vitx.bench.open_loop import OpenLoopRun, check_arrivals
 from vitx.bench.scenarios import Scenario, ScenarioResult, ScenarioSettings, run_at_rate, run_scenario
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import InputError
@@ -130,7 +130,7 @@ class BenchRequest:
         if not (seconds > 0 and p99 > 0):
             raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0")
         for rate in rates:
-            poisson_arrivals(rate, seconds)  # refuses too few and too many before anything is loaded
+            check_arrivals(rate, seconds)  # before anything is loaded
         tuned = tuned_setting(self.bundle) if instances is None and self.threads is None else None
         count = tuned.instances if tuned else instances or 1
         threads = tuned.threads if tuned else self.threads

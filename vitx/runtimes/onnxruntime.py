@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, output_file, output_tensor
+from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, Manifest, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.machine import local_gpus, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
@@ -39,6 +39,15 @@ _LOAD_ERRORS = (
     native.RuntimeException,
 )
 _RUN_ERRORS = (native.Fail, native.InvalidArgument, native.NotImplemented, native.RuntimeException)
+
+
+def rewrites_break(manifest: Manifest) -> bool:
+    """Whether ONNX Runtime's rewrites of Q/DQ pairs do not fit this graph, and `session.disable_quant_qdq` is needed.
+
+    They do not know 8-bit floats and reject the graph (microsoft/onnxruntime#22269), and with float16 scales of uint8
+    they compute something else (docs/precision.md).
+    """
+    return manifest.precision == "fp8" or manifest.base != "fp32"
 
 
 class OnnxRuntimeSession(Session):
@@ -106,9 +115,7 @@ class OnnxRuntimeSession(Session):
         options.log_severity_level = 3
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
-        if self._manifest.precision == "fp8" or self._manifest.base != "fp32":
-            # ONNX Runtime's Q/DQ rewrites do not know 8-bit floats and reject the graph (microsoft/onnxruntime#22269),
-            # and with float16 scales of uint8 they compute something else (docs/precision.md).
+        if rewrites_break(self._manifest):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         if providers[0] == _CPU and not sums_int8_exactly():
             # uint8 by uint8 does not saturate: a certificate must hold on every processor (docs/precision.md).
