@@ -1,5 +1,6 @@
 """The canary: what it detects, what it accepts, and how it changes readiness."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,30 @@ def test_readiness_follows_the_canary(tmp_path: Path) -> None:
         assert server.metric('vitx_canaries_total{model="tiny",result="fail",version="1"}') >= 1
         drift.unlink()
         wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
+
+
+def test_a_load_does_not_make_drifted_logits_the_measure(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    drift, token = tmp_path / "drift", tmp_path / "token"
+    token.write_text("a-token-of-management")
+    arguments = (bundle.path, "--allow-uncertified", "--canary-seconds", "0.1", "--management")
+    program = DRIFTING.replace("DRIFT", str(drift))
+    with running_server(*arguments, "--management-token-file", token, program=program) as server:
+
+        def manage(path: str, body: bytes = b"") -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {token.read_text()}"}
+            status, text, _ = server.request("POST", f"/v2/repository/{path}", body, headers)
+            return status, json.loads(text or b"null")
+
+        assert manage("models/tiny/load") == (200, None)
+        assert [entry["state"] for entry in manage("index")[1]] == ["READY"]
+        drift.write_text("0.5")
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 503)
+        status, answer = manage("models/tiny/load")
+        assert (status, "moved by 0.5" in answer["error"]) == (400, True), answer
+        (entry,) = manage("index")[1]
+        assert (entry["state"], "moved by 0.5" in entry["reason"]) == ("UNAVAILABLE", True)
+        assert manage("index", b'{"ready": true}') == (200, [])
+        drift.unlink()
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
+        assert manage("models/tiny/load") == (200, None)

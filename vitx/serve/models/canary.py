@@ -31,16 +31,24 @@ def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
 
 
 class Canary:
-    """The logits of a freshly loaded session for the canary images, and its provider."""
+    """The logits of a session for the canary images when its bundle was first loaded, and what runs it."""
 
-    def __init__(self, bundle: Bundle, judged: Certificate | Verdict | None, session: Session, max_batch: int) -> None:
-        """Run the session; raise CheckFailed if its logits are not finite or depend on the batch size.
+    def __init__(
+        self,
+        bundle: Bundle,
+        judged: Certificate | Verdict | None,
+        session: Session,
+        max_batch: int,
+        known: "Canary | None" = None,
+    ) -> None:
+        """Run the session; raise CheckFailed if its logits are not finite, depend on the batch size, or changed.
 
         judged: how far logits may be off; the verdict of what runs, which may be coarser than the bundle's graph.
+        known: of the same bundle as it serves; its logits are the measure, or a load would make drifted ones right.
         """
         self._sessions = dict.fromkeys((session.under_load, session))
         self._images = canary_images(image_shape(bundle), min(IMAGES, max_batch))
-        self._provider = session.describe()["provider"]
+        self._runtime = session.describe()
         self._logits = session.infer(self._images)
         if not np.isfinite(self._logits).all():
             raise CheckFailed(f"the canary batch of {bundle.path} has logits that are not finite")
@@ -55,7 +63,9 @@ class Canary:
             found = f"logits that move by {moved:.3g} with its neighbours in the batch"
             allowed = f"at most {2 * self._allowed:.3g} is allowed"
             raise CheckFailed(f"the canary image of {bundle.path} has {found}: {allowed}")
-        if (several := session.under_load) is not session and (fault := self._fault_of(several)) is not None:
+        if known is not None and known._runtime == self._runtime:
+            self._logits = known._logits
+        if (fault := self.fault()) is not None:
             raise CheckFailed(f"{bundle.path}: {fault}")
 
     def fault(self) -> str | None:
@@ -70,8 +80,8 @@ class Canary:
             return None
         except Exception as error:  # noqa: BLE001 - whatever the runtime raises is reported
             return f"the canary batch failed: {error}"
-        if provider != self._provider:
-            return f"the provider is {provider} and was {self._provider}"
+        if provider != (was := self._runtime["provider"]):
+            return f"the provider is {provider} and was {was}"
         drift = float(np.abs(logits - self._logits).max())
         if not drift <= self._allowed:
             return f"logits of the canary batch moved by {drift:.3g}: at most {self._allowed:.3g} is allowed"

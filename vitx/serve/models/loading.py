@@ -134,8 +134,11 @@ class Loader:
         certificate = self._passing(bundle.require_certificate)
         return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1], path, states)
 
-    def warm(self, offer: Offer) -> WarmModel:
-        """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""
+    def warm(self, offer: Offer, known: Canary | None = None) -> WarmModel:
+        """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says.
+
+        known: see `Canary`.
+        """
         device, (instances, threads) = self.options.device, self._setting(offer.bundle)
         batching = replace(self.options.batching, instances=instances)
         runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)
@@ -143,7 +146,7 @@ class Loader:
             session = load_warm(offer.bundle, batching, opened, device=device, threads=threads, runtime=runtimes[0])
             offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
-            canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
+            canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch, known)
             curve = measure_curve(session, image_shape(offer.bundle), batching)
             offer, outputs = self._with_outputs(offer, batching, threads, opened)
             if file_states(offer.bundle.path) != offer.states:

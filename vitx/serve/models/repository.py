@@ -75,13 +75,14 @@ class Repository:
         self._busy = asyncio.Lock()
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
-        """Triton's repository index: name, version, state, reason; with `ready` only loaded models."""
+        """Triton's repository index: name, version, state, reason; with `ready` only models that are."""
         entries = []
-        for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
-            state, reason = ("READY", "") if self._models.loaded(key) else ("UNAVAILABLE", "unloaded")
-            reason = self._refusals.get(key, reason)
+        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_by_version):
+            model, refusal = self._models.loaded(key), self._refusals.get(key, "")
+            fault = (refusal or "unloaded") if model is None else model.fault
+            state, reason = "UNAVAILABLE" if fault else "READY", fault or refusal
             entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
-        return entries
+        return [entry for entry in entries if entry["state"] == "READY" or not ready]
 
     async def load(self, name: str) -> None:
         """Load every version of a model and switch to it, then unload versions that are no longer on disk.
@@ -166,10 +167,11 @@ class Repository:
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
-        offer = self._loader.verify(path, key)
+        offer, known = self._loader.verify(path, key), None
         if (served := self._models.loaded(key)) is not None:
             check_contract(served.bundle, offer.bundle)
-        return self._loader.warm(offer)
+            known = served.canary if served.bundle.manifest == offer.bundle.manifest else None
+        return self._loader.warm(offer, known)
 
     def _refused(self, key: ModelKey, error: Exception) -> RequestError:
         if not isinstance(error, VitxError):
