@@ -88,7 +88,7 @@ class ServeOptions(Options):
     )
     metrics_token_file: Path | None = option(None, "File with a token for /metrics alone, instead of --token-file's.")
     allow_host: tuple[str, ...] = option(
-        (), "Name under which clients may ask, and whose pages may; may be repeated.", metavar="NAME"
+        (), "Name of this server, such as its proxy's, for Host and Origin; may be repeated.", metavar="NAME"
     )
     tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
     tls_key: Path | None = option(None, "Its private key in PEM.")

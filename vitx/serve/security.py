@@ -64,13 +64,15 @@ class AllowedHosts:
         self._any = not self._local and not self._allowed
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Raise RequestError 403 for a host that is not allowed, or for a page of another origin."""
-        name = _host_name(host)
-        if not (self._any or self._is_allowed(name)):
-            text = f"Host '{(host or '')[:80]}' is not a name of this server: --allow-host NAME makes it one"
+        """Raise RequestError 403 for a host that is not allowed, or for a page of another origin.
+
+        Without a Host a request, such as HAProxy's health check in HTTP/1.0, is of no browser.
+        """
+        if not (host is None or self._any or self._is_allowed(_host_name(host))):
+            text = f"Host '{host[:80]}' is not a name of this server: --allow-host NAME makes it one"
             raise RequestError(text, status=403, reason="host")
         if origin is not None and not self._is_same(origin, host):
-            text = f"the page's origin '{origin[:80]}' is not this server: --allow-host NAME lets its pages ask"
+            text = f"the page's origin '{origin[:80]}' is not this server: --allow-host NAME, if NAME is its proxy"
             raise RequestError(text, status=403, reason="origin")
 
     def _is_allowed(self, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Who may ask over HTTP, with real sockets: hosts, pages of other origins, content types, /metrics, and no paths."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def test_one_host_header_is_expected(server: ServerProcess) -> None:
         reply = connection.getresponse()
         expected = f"the request has {hosts} Host headers: expected one"
         assert (reply.status, json.loads(reply.read())["error"]) == (400, expected)
+
+
+def test_a_health_check_of_http_1_0_needs_no_host(server: ServerProcess) -> None:
+    """HAProxy's `option httpchk GET /v2/health/ready` sends none, and took the server for down."""
+    with socket.create_connection((server.host, server.port), timeout=20) as probe:
+        probe.sendall(b"GET /v2/health/ready HTTP/1.0\r\n\r\n")
+        assert probe.recv(100).startswith(b"HTTP/1.1 200 ")
+    with socket.create_connection((server.host, server.port), timeout=20) as page:
+        page.sendall(b"GET /v2 HTTP/1.0\r\nOrigin: https://attacker.example\r\n\r\n")
+        assert page.recv(100).startswith(b"HTTP/1.1 403 ")
 
 
 def test_a_page_of_another_origin_is_refused_and_the_servers_own_is_not(server: ServerProcess) -> None:
@@ -124,7 +135,7 @@ def test_with_names_given_a_public_address_has_those_and_addresses() -> None:
     hosts = AllowedHosts("10.1.2.3", ("vitx.example", "[fe80::1]"))
     for host in ("vitx.example:8000", "VITX.example", "localhost", "10.1.2.3:8000", "192.168.0.1", "[fe80::1]:8000"):
         hosts.check(host, None)
-    for other in ("other.example", "vitx.example.other", None):
+    for other in ("other.example", "vitx.example.other", ""):
         with pytest.raises(RequestError, match="is not a name of this server"):
             hosts.check(other, None)
 
