@@ -81,8 +81,11 @@ def test_requests_need_the_token(guarded: ServerProcess) -> None:
         assert "send 'Authorization: Bearer TOKEN' with the inference token" in json.loads(text)["error"]
     for path in ("/metrics", "/v2", "/v1/stats", "/v2/models/tiny"):
         assert guarded.request("GET", path)[0] == 401
+    described = guarded.json("/openapi.json")["paths"]
     for path in ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"):
         assert guarded.request("GET", path)[0] == 200
+        assert "401" not in described[path]["get"]["responses"]
+    assert "401" in described["/metrics"]["get"]["responses"]
     metrics = guarded.request("GET", "/metrics", headers=bearer(TOKEN))[1].decode()
     assert 'vitx_rejections_total{model="",reason="unauthorized"} 9.0' in metrics
     assert guarded.request("POST", "/v2/repository/index", b"", bearer(TOKEN))[0] == 401

@@ -8,7 +8,7 @@ from vitx.serve.security import AllowedHosts, Kind
 from vitx.serve.server_core import ServerCore
 
 # Health probes come from machines without the token; the pages show nothing secret, and / asks for the token.
-_WITHOUT_TOKEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
+WITHOUT_TOKEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
 _METRICS = "/metrics"
 _REPOSITORY = "/v2/repository"
 # No page has a use for these, of whatever origin.
@@ -37,7 +37,7 @@ def check_allowed(scope: Scope, core: ServerCore, hosts: AllowedHosts) -> None:
             raise unsupported(f"Content-Type '{content_type[:80]}' is not offered here: expected {expected}")
     if path == _METRICS and core.options.metrics == "off":
         raise RequestError("the metrics are off", status=404, reason="not_offered")
-    if path not in _WITHOUT_TOKEN:
+    if path not in WITHOUT_TOKEN:
         asked: Kind = "metrics" if path == _METRICS else "inference"
         asked = "management" if path.startswith(_REPOSITORY) else asked
         core.tokens.check(asked, header(scope, b"authorization"))

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from vitx.serve.http.gate import WITHOUT_TOKEN
+
 Json = dict[str, Any]
 
 MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
@@ -85,10 +87,11 @@ def add_path(
 ) -> None:
     """reply, body: schemas by media type. optional: whether the body is. Parameters in the path are read from it."""
     refused = {"description": "Refused; the text says why", "content": _content({_JSON: _ref("Error")})}
+    always = (400, 403) if path in WITHOUT_TOKEN else (400, 401, 403)
     answer = {"description": summary, **({"content": _content(reply)} if reply else {})}
     made: Json = {
         "summary": summary,
-        "responses": {"200": answer, **{str(status): refused for status in (400, 401, 403, *errors)}},
+        "responses": {"200": answer, **{str(status): refused for status in (*always, *errors)}},
     }
     if body is not None:
         made["requestBody"] = {"required": not optional, "content": _content(body)}
