@@ -264,8 +264,10 @@ def test_metadata_shows_what_is_served(server: ServerProcess) -> None:
     assert about["vitx"]["labels"] == list(LABELS)
     assert server.json("/v2/models/tiny/config")["max_batch_size"] == 32
     assert server.json("/v2/models/tiny/config")["dynamic_batching"]["preferred_batch_size"][0] in range(1, 33)
-    assert server.request("GET", "/v2/models/tiny/ready")[0] == 200
+    assert server.json("/v2/models/tiny/ready") == {"ready": True}
     assert server.request("GET", "/v2/models/mine/ready")[0] == 404
+    # KServe's client reads them, and raised an exception for an empty answer.
+    assert (server.json("/v2/health/live"), server.json("/v2/health/ready")) == ({"live": True}, {"ready": True})
 
 
 def test_metrics_count_what_happened(server: ServerProcess, pngs: list[bytes]) -> None:

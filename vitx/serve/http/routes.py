@@ -48,9 +48,9 @@ def other_routes(core: ServerCore) -> Router:
             found = await found if isawaitable(found) else found
             if isinstance(found, Response):
                 return found
-            if found is None or isinstance(found, bool):
-                return Response(status_code=503 if found is False else 200)
-            return JSONResponse(found)
+            if isinstance(found, bool):  # Triton's clients read the status, KServe's the body
+                return JSONResponse({"ready": found}, 200 if found else 503)
+            return Response() if found is None else JSONResponse(found)
 
         endpoint.__name__ = name
         for path in places:
@@ -100,12 +100,13 @@ def _model_routes(core: ServerCore, add: Add) -> None:
         add(name, summary, of_one, *paths, errors=api.UNAVAILABLE, **described)
 
     add("server_metadata", "The server's name, version and extensions", lambda _: core.about(), "/v2", reply=api.OBJECT)
-    add("server_live", "Whether the process answers", lambda _: None, "/v2/health/live")
-    add("server_ready", "Whether every model is warm", lambda _: models.ready, "/v2/health/ready", errors=(503,))
+    add("server_live", "Whether the process answers", lambda _: {"live": True}, "/v2/health/live", reply=api.OBJECT)
+    warm = "Whether every model is warm"
+    add("server_ready", warm, lambda _: models.ready, "/v2/health/ready", errors=(503,), reply=api.OBJECT)
     add("every_statistics", "All statistics", lambda _: models.statistics(), "/v2/models/stats", reply=api.STATISTICS)
     tensors = "Its tensors, certificate and provenance"
     of_model("model_metadata", tensors, "", lambda of, _: of.metadata(models.versions(of.name)), reply=api.OBJECT)
-    of_model("model_ready", "Whether a model takes requests", "/ready", lambda of, _: of.fault is None)
+    of_model("model_ready", "Whether a model takes requests", "/ready", lambda of, _: of.fault is None, reply=api.OBJECT)
     of_model("model_config", "A model's configuration", "/config", lambda of, _: of.config(), reply=api.OBJECT)
     of_model("model_statistics", "A model's statistics", "/stats", models.statistics, reply=api.STATISTICS)
 
