@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -331,6 +331,41 @@ def test_a_page_of_another_site_learns_nothing_and_changes_nothing(
         assert "Host 'rebound.example:" in browser.run("document.body.innerText")
 
 
+def test_the_pages_work_below_a_path_of_a_proxy(browser: Browser, server: ServerProcess) -> None:
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            inside = self.path.removeprefix("/models")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked = (
+                server.request(self.command, inside, body, dict(self.headers))
+                if inside != self.path
+                else (404, b"", {})
+            )
+            self.send_response(asked[0])
+            self.send_header("Content-Type", asked[2].get("content-type", ""))
+            self.end_headers()
+            self.wfile.write(asked[1])
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *values: object) -> None:
+            pass
+
+    with _listening(Proxy) as port:
+        browser.open(f"http://localhost:{port}/models/")
+        browser.wait("document.getElementById('model-name').textContent === 'tiny'")
+        give(browser, "drop", colour(3))
+        browser.wait("document.querySelectorAll('.predictions li').length === 4")
+        assert classes(browser)[0] == "red"
+        for call in ("curl", "python", "triton"):
+            assert f"localhost:{port}/models" in browser.run(f"document.getElementById('{call}').textContent")
+        browser.run("document.querySelector('a').click()")
+        browser.wait("document.querySelectorAll('form').length > 5")
+        form = "[...document.querySelectorAll('details')].find((one) => /\\/v1\\/stats/.test(one.textContent))"
+        browser.run(f"{form}.querySelector('form').requestSubmit()")
+        browser.wait(f"{form}.querySelector('form pre').textContent.startsWith('200 OK')")
+
+
 @contextlib.contextmanager
 def _site(folder: Path) -> Iterator[int]:
     """The port where the files of a folder are served."""
@@ -339,13 +374,20 @@ def _site(folder: Path) -> Iterator[int]:
         def log_message(self, format: str, *values: object) -> None:
             pass
 
-    handler = functools.partial(Files, directory=str(folder))
+    with _listening(functools.partial(Files, directory=str(folder))) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def _listening(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_token_is_asked_for_and_used(browser: Browser, certified_original: Bundle, tmp_path: Path) -> None:

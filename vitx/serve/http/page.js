@@ -120,7 +120,7 @@ async function classify(file, row, signal) {
   const about = seen, query = model ? "?model=" + encodeURIComponent(model) + (about ? "&outputs=attention" : "") : "";
   try {
     const options = { method: "POST", body: file, headers: { "Content-Type": type }, signal };
-    const { predictions, outputs } = await ask("/v1/classify" + query, options);
+    const { predictions, outputs } = await ask("v1/classify" + query, options);
     row.lastChild.replaceChildren(listOf(predictions));
     if (outputs) showAttention(row.firstChild, outputs.attention, about)
       .catch(() => {});  // the browser may not read what the server can
@@ -212,8 +212,8 @@ function verdict({ fault, certificate }) {
 
 /** The calls for the chosen model, to be copied as they stand. */
 function showCalls({ name, inputs, vitx: { preprocessing } }) {
-  const { origin, host, protocol } = location, url = origin + "/v1/classify?model="
-    + encodeURIComponent(name).replaceAll("'", "%27");
+  const { host, pathname, protocol } = location, server = host + pathname.replace(/\/$/, "");
+  const url = `${protocol}//${server}/v1/classify?model=` + encodeURIComponent(name).replaceAll("'", "%27");
   const bearer = token && '"Authorization": "Bearer TOKEN"', side = preprocessing.image_size;
   $("curl").textContent = "curl " + (token ? "-H 'Authorization: Bearer TOKEN' " : "")
     + "-H 'Content-Type: image/png' \\\n  --data-binary @image.png '" + url + "'";
@@ -227,7 +227,7 @@ with urllib.request.urlopen(request) as reply:
     print(json.load(reply)["predictions"])`;
   $("triton").textContent = `import numpy as np, tritonclient.http as triton
 
-client = triton.InferenceServerClient(${JSON.stringify(host)}${protocol === "https:" ? ", ssl=True" : ""})
+client = triton.InferenceServerClient(${JSON.stringify(server)}${protocol === "https:" ? ", ssl=True" : ""})
 images = np.zeros((1, ${side}, ${side}, 3), np.uint8)  # RGB, resized
 tensor = triton.InferInput(${JSON.stringify(inputs[0].name)}, images.shape, "UINT8")
 tensor.set_data_from_numpy(images)
@@ -238,7 +238,7 @@ print(answer.as_numpy("logits"))`;
 }
 
 async function showCard() {
-  const about = await ask("/v2/models/" + encodeURIComponent(model));
+  const about = await ask("v2/models/" + encodeURIComponent(model));
   const rows = cardRows(about).flatMap(([name, value]) => [element("dt", name), element("dd", value)]);
   const [text, look] = verdict(about.vitx);
   const attention = about.vitx.outputs.find((one) => one.name === "attention" && one.grid);
@@ -322,7 +322,7 @@ function showState(text, good) {
 async function poll() {
   clearTimeout(timer);
   try {
-    const stats = await ask("/v1/stats");
+    const stats = await ask("v1/stats");
     $("locked").hidden = true;
     const before = model;
     showModels([...new Set(stats.models.map((one) => one.name))]);

@@ -106,7 +106,7 @@ def _model_routes(core: ServerCore, add: Add) -> None:
     add("every_statistics", "All statistics", lambda _: models.statistics(), "/v2/models/stats", reply=api.STATISTICS)
     tensors = "Its tensors, certificate and provenance"
     of_model("model_metadata", tensors, "", lambda of, _: of.metadata(models.versions(of.name)), reply=api.OBJECT)
-    of_model("model_ready", "Whether a model takes requests", "/ready", lambda of, _: of.fault is None, reply=api.OBJECT)
+    of_model("model_ready", "Whether it takes requests", "/ready", lambda of, _: of.fault is None, reply=api.OBJECT)
     of_model("model_config", "A model's configuration", "/config", lambda of, _: of.config(), reply=api.OBJECT)
     of_model("model_statistics", "A model's statistics", "/stats", models.statistics, reply=api.STATISTICS)
 
