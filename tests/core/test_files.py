@@ -289,6 +289,13 @@ def test_a_record_cannot_be_changed_and_the_first_wrong_field_is_named(tmp_path:
         read_record(tmp_path / "point.json", Point)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file system of Linux")
+def test_where_no_folder_can_be_made_nothing_is_called_missing() -> None:
+    """VITX_CACHE=/proc/nope was a traceback: a missing file is a mistake in the code, and no folder is ever missing."""
+    with pytest.raises(PermissionError, match="no folder can be made there: '/proc/nope/a'"):
+        make_folder(Path("/proc/nope/a"))
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux lists them")
 def test_no_file_stays_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))

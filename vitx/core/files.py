@@ -4,6 +4,7 @@ All that must outlive a power cut is written by these functions: no other file c
 """
 
 import ctypes
+import errno
 import glob
 import hashlib
 import json
@@ -71,7 +72,10 @@ def rename(temporary: Path, path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless they exist; a power cut does not take a new one away."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # below /proc: what is to be made is said to be missing
+        raise PermissionError(errno.EACCES, "no folder can be made there", str(path)) from error
     for folder in missing:
         sync(folder.parent)
 
