@@ -1,6 +1,8 @@
 """OpenTelemetry traces of a real server, received as OTLP over HTTP."""
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,6 +127,17 @@ def test_requests_are_answered_without_a_collector(tiny_bundle: Bundle) -> None:
         for _ in range(50):
             assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
         assert server.stop() == 0
+
+
+def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
+    """A server with 2,048 spans to send took half a minute, and with its drain longer than systemd waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracing = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for _ in range(3000):
+            tracing.write(RequestRecord("one"), "GET", "/v2", 200, 0.001)
+        started = time.monotonic()
+        tracing.close()
+        assert time.monotonic() - started < 18
 
 
 def test_a_tracestate_that_is_none_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from vitx.core.errors import InputError
 from vitx.core.urls import is_http
 from vitx.serve.observe.request_record import RequestRecord
 
-_EXPORT_SECONDS = 5.0  # for one batch of spans: when the collector is gone, spans are lost and the server still ends
+_EXPORT_SECONDS = 2.0  # for a batch of spans, of which five may be left: if the collector hangs, the server still ends
 
 
 class Tracing:
