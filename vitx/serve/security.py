@@ -64,10 +64,8 @@ class AllowedHosts:
         self._any = not self._local and not self._allowed
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Raise RequestError 403 for a host that is not allowed, or for a page of another origin.
-
-        Without a Host a request, such as HAProxy's health check in HTTP/1.0, is of no browser.
-        """
+        """Raise RequestError 403 for a host that is not allowed, or for a page of another origin."""
+        # Browsers always send a Host; HAProxy's health check in HTTP/1.0 has none.
         if not (host is None or self._any or self._is_allowed(_host_name(host))):
             text = f"Host '{host[:80]}' is not a name of this server: --allow-host NAME makes it one"
             raise RequestError(text, status=403, reason="host")

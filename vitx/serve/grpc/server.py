@@ -81,16 +81,13 @@ class GrpcServer:
             remedy = "choose another port with --grpc-port (0: any)"
             raise EnvironmentMissing(f"cannot listen on {host} port {port} for gRPC: {remedy}; {error}") from None
         self.address, self.start = f"{host}:{port}", self._server.start
+        self.stop = partial(self._server.stop, _GRACE_SECONDS)  # closes the port, and after that every connection
 
     async def idle(self) -> None:
         """End the streams after the requests they have accepted; return when no call is in flight."""
         for replies in self._streams:
             replies.put_nowait(None)
         await self._in_flight.end()
-
-    async def stop(self) -> None:
-        """Close the port and, after a short grace, every connection."""
-        await self._server.stop(_GRACE_SECONDS)
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
         health = {"Check": self._unary("Check", *self._calls.pop("HealthCheck"))}

@@ -247,7 +247,6 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Start the next pipelined request, or the keep-alive timer."""
-        self.server_state.total_requests += 1
         self._release()
         if self.transport.is_closing():
             self._limit_writing()

@@ -16,6 +16,7 @@ from vitx.core.tolerance import SHARE_OF_STD
 from vitx.runtimes.session import Session, SessionClosed, image_shape
 from vitx.serve.observe.metrics import Metrics
 
+Judged = Certificate | Verdict | None
 IMAGES = 4
 _PATCHES = 4  # along each side: an image is a blurred grid of random colours; noise is nothing models were made for
 _SHARE_OF_STD = 1e-3  # allowed error in standard deviations of the logits, for float32 without a certificate
@@ -34,12 +35,7 @@ class Canary:
     """The logits of a session for the canary images when its bundle was first loaded, and what runs it."""
 
     def __init__(
-        self,
-        bundle: Bundle,
-        judged: Certificate | Verdict | None,
-        session: Session,
-        max_batch: int,
-        known: "Canary | None" = None,
+        self, bundle: Bundle, judged: Judged, session: Session, max_batch: int, known: "Canary | None" = None
     ) -> None:
         """Run the session; raise CheckFailed if its logits are not finite, depend on the batch size, or changed.
 

@@ -135,10 +135,7 @@ class Loader:
         return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1], path, states)
 
     def warm(self, offer: Offer, known: Canary | None = None) -> WarmModel:
-        """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says.
-
-        known: see `Canary`.
-        """
+        """Load a model and run batches; known: see `Canary`. Raises InputError or CheckFailed where it is refused."""
         device, (instances, threads) = self.options.device, self._setting(offer.bundle)
         batching = replace(self.options.batching, instances=instances)
         runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)

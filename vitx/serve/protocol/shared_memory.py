@@ -89,9 +89,9 @@ class SharedMemory:
         try:
             data = os.pread(region.file, byte_size, region.offset + offset)
         except OSError as error:
-            raise _failed("read", region, error) from None
+            raise _refused(f"cannot read shared memory region '{name}': {error.strerror}") from None
         if len(data) != byte_size:
-            raise _shrunk(region)
+            raise _refused(f"shared memory region '{name}' was shrunk after it was registered")
         return data
 
     def write(self, name: str, offset: int, data: bytes | memoryview, held: MemoryRegion | None = None) -> None:
@@ -100,10 +100,10 @@ class SharedMemory:
         begin = region.offset + offset
         try:
             if os.fstat(region.file).st_size < begin + len(data):  # a write would make it grow again
-                raise _shrunk(region)
+                raise _refused(f"shared memory region '{name}' was shrunk after it was registered")
             count = os.pwrite(region.file, data, begin)
         except OSError as error:
-            raise _failed("write", region, error) from None
+            raise _refused(f"cannot write shared memory region '{name}': {error.strerror}") from None
         if count != len(data):
             raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
 
@@ -175,11 +175,3 @@ def _refused(message: str, status: int = 400) -> RequestError:
 
 def _foreign(key: str) -> RequestError:
     return _refused(f"unable to open shared memory region '{key[:80]}': it belongs to another user", status=403)
-
-
-def _shrunk(region: MemoryRegion) -> RequestError:
-    return _refused(f"shared memory region '{region.name}' was shrunk after it was registered")
-
-
-def _failed(what: str, region: MemoryRegion, error: OSError) -> RequestError:
-    return _refused(f"cannot {what} shared memory region '{region.name}': {error.strerror}")
