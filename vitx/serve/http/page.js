@@ -213,7 +213,7 @@ function verdict({ fault, certificate }) {
 /** The calls for the chosen model, to be copied as they stand. */
 function showCalls({ name, inputs, vitx: { preprocessing } }) {
   const { host, pathname, protocol } = location, server = host + pathname.replace(/\/$/, "");
-  const url = `${protocol}//${server}/v1/classify?model=` + encodeURIComponent(name).replaceAll("'", "%27");
+  const url = new URL("v1/classify?model=" + encodeURIComponent(name).replaceAll("'", "%27"), location).href;
   const bearer = token && '"Authorization": "Bearer TOKEN"', side = preprocessing.image_size;
   $("curl").textContent = "curl " + (token ? "-H 'Authorization: Bearer TOKEN' " : "")
     + "-H 'Content-Type: image/png' \\\n  --data-binary @image.png '" + url + "'";
