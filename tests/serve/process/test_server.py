@@ -183,7 +183,7 @@ def test_sigterm_drains_in_flight_work_and_refuses_new(tiny_bundle: Bundle) -> N
     with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
         probe = server.connect()
         probe.request("GET", "/v2/health/ready")
-        assert probe.getresponse().read() == b""
+        assert probe.getresponse().read() == b'{"ready":true}'
         accepted = [server.connect() for _ in range(4)]
         for number, connection in enumerate(accepted):
             connection.request("POST", PATH, body(20 + number))
