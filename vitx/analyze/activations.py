@@ -23,39 +23,47 @@ EMBEDDING = "embedding"
 
 
 class Layout(NamedTuple):
-    """How a network's activations are laid out: tokens before the patches (class, distillation), and NHWC maps."""
+    """How a network's activations are laid out: tokens before the patches (class, distillation), and NHWC maps.
+
+    embedded: how many patches the embedding makes, 0 where it does not say. A stream of so many tokens has no others
+    yet: CaiT, XCiT and ConViT add the class token behind some blocks.
+    """
 
     prefix_tokens: int
     channels_last: bool
+    embedded: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
-        if hasattr(model, "blocks_token_only"):
-            prefix = 0  # CaiT's class token is added for its last two blocks, which have no patches
-        else:  # PiT calls the attribute num_tokens
-            prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))
+        prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))  # the latter is PiT's
         # SwinV2-CR's blocks are NHWC too, and its attribute is of the whole network.
         nhwc = getattr(model, "output_fmt", "NCHW") == "NHWC" or isinstance(model, SwinTransformerV2Cr)
-        return cls(prefix, nhwc)
+        return cls(prefix, nhwc, int(getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0))
+
+    def before_patches(self, stream: Tensor) -> int:
+        """How many tokens of the stream (B, N, D) are no patches."""
+        return 0 if stream.shape[1] == self.embedded else self.prefix_tokens
 
     def feature_map(self, stream: Tensor) -> Tensor | None:
         """The activation as a map (B, D, S, S); None where its patches form no square."""
-        return square_map(stream, self.prefix_tokens, channels_last=self.channels_last)
+        return square_map(stream, self.before_patches(stream), channels_last=self.channels_last)
 
     def patches(self, stream: Tensor) -> Tensor | None:
         """The patch tokens (B, n, D) of (B, N, D) or of a NHWC map; None for a NCHW map and for fewer than two."""
         if stream.ndim == 4:
             return stream.flatten(1, 2) if self.channels_last else None
-        if stream.ndim != 3 or stream.shape[1] < self.prefix_tokens + 2:
+        if stream.ndim != 3:
             return None
-        return stream[:, self.prefix_tokens :]
+        patches = stream[:, self.before_patches(stream) :]
+        return patches if patches.shape[1] > 1 else None
 
 
 class Activations(NamedTuple):
     """Float32 activations of one batch of `images` images.
 
-    streams: the residual stream after each unit, by the unit's name. maps: softmax maps (B, H, N, N) by attention
-    layer. mixed: the maps that meet V, after the mix over heads and its norm; empty where no layer mixes.
+    streams: the residual stream after each unit, by the unit's name. maps: softmax maps (B·W, H, N, N) by attention
+    layer, with W windows an image, those of the first image first; `of_images` takes their mean. Maps of another form
+    are left out. mixed: the maps that meet V, after the mix over heads and its norm; empty where no layer mixes.
     logits: (B, C).
     """
 
@@ -96,7 +104,7 @@ def stream_activations(
             with torch.inference_mode():
                 logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
             require_finite(logits.float().cpu().numpy())
-            maps_of = _as_float(softmax), _as_float(after_mix)
+            maps_of = _whole_maps(softmax, len(pixels)), _whole_maps(after_mix, len(pixels))
             yield Activations(len(pixels), _as_float(found), *maps_of, logits.float())
 
 
@@ -148,6 +156,10 @@ def _recorder(unit: Unit, found: dict[str, Tensor]) -> Callable[..., None]:
 
 def _as_float(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.float() for name, value in tensors.items()}
+
+
+def _whole_maps(maps: dict[str, Tensor], images: int) -> dict[str, Tensor]:
+    return _as_float({name: value for name, value in maps.items() if value.ndim == 4 and len(value) % images == 0})
 
 
 def feature_maps_of(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor]]:

@@ -106,6 +106,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def of_images(values: Tensor, images: int) -> Tensor:
+    """The mean over the windows of each image: (B·W, …) → (B, …), the windows of the first image first."""
+    return values.reshape(images, -1, *values.shape[1:]).mean(dim=1)
+
+
 class LayerSamples:
     """A number, or K of them, of every image by layer: their means, and bootstrap intervals."""
 

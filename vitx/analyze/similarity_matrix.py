@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitx.analyze.intervals import FEWEST, Measured, layer_intervals, percentiles, resampled_means
+from vitx.analyze.intervals import FEWEST, Measured, layer_intervals, of_images, percentiles, resampled_means
 from vitx.core.probabilities import Float64Array
 
 
@@ -48,8 +48,11 @@ class MeanCosine:
         # Reused between batches: fresh memory pages cost more than the arithmetic.
         self._buffers: dict[tuple[int, ...], Tensor] = {}
 
-    def add(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add each layer's tensor of a batch; return the same as unit vectors, valid until the next call."""
+    def add(self, tensors: dict[str, Tensor], images: int) -> dict[str, Tensor]:
+        """Add each layer's tensor of a batch of `images`; return the same as unit vectors, valid until the next call.
+
+        The cosine of an image is the mean over its windows, where B counts these.
+        """
         self._layers |= dict.fromkeys(tensors)
         found: dict[str, Tensor] = {}
         for names in _of_one_shape(tensors):
@@ -58,8 +61,8 @@ class MeanCosine:
             # The sum over an image's vectors of the product of two unit vectors is one entry of layers × layers.
             flat_BLX = units.flatten(2).transpose(0, 1)
             vectors = units[0, 0].numel() // units.shape[self._axis]
-            cosines_BLL = torch.bmm(flat_BLX, flat_BLX.transpose(1, 2)).double().cpu().numpy() / vectors
-            self._cosines.setdefault(tuple(names), []).append(cosines_BLL)
+            cosines_BLL = of_images(torch.bmm(flat_BLX, flat_BLX.transpose(1, 2)).double() / vectors, images)
+            self._cosines.setdefault(tuple(names), []).append(cosines_BLL.cpu().numpy())
         return found
 
     def _unit_vectors(self, layers: Sequence[Tensor]) -> Tensor:

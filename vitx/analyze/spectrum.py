@@ -84,7 +84,7 @@ def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Te
     if tokens.ndim == 3:
         patches = tokens[:, prefix_tokens:]
         side = math.isqrt(patches.shape[1])
-        if side * side != patches.shape[1]:
+        if side < 2 or side * side != patches.shape[1]:
             return None
         tokens, channels_last = patches.reshape(len(patches), side, side, -1), True
     if tokens.ndim != 4:

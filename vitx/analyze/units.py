@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 from timm.models.convnext import ConvNeXtBlock
 from timm.models.eva import EvaBlockPostNorm
+from timm.models.mobilevit import MobileVitBlock
 from timm.models.mvitv2 import MultiScaleBlock
 from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock
 from timm.models.vision_transformer import ResPostBlock
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock
+from timm.models.xcit import ClassAttentionBlock, XCABlock
 from torch import nn
 
 from vitx.models.alternet import AttentionUnit, PreActivationUnit
@@ -45,12 +47,26 @@ class Unit(NamedTuple):
 
 def residual_units(model: nn.Module) -> list[Unit]:
     """Every unit, in the order of the modules; empty for a network that is not supported."""
-    return [unit for name, module in model.named_modules() for unit in _units_of(name, module)]
+    # MobileViT's blocks see every fourth pixel of an image as an image of its own.
+    folded = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, MobileVitBlock))
+    return [
+        unit._replace(stream_module=None) if unit.name.startswith(folded) else unit
+        for name, module in model.named_modules()
+        for unit in _units_of(name, module)
+    ]
 
 
 def first_block(model: nn.Module) -> nn.Module | None:
-    """The first block or unit: its input is the embedding."""
-    return next((module for name, module in model.named_modules() if any(_units_of(name, module))), None)
+    """The first block or unit whose stream can be read: its input is the embedding."""
+    observed = {unit.name for unit in residual_units(model) if unit.stream_module is not None}
+    return next(
+        (
+            module
+            for name, module in model.named_modules()
+            if any(unit.name in observed for unit in _units_of(name, module))
+        ),
+        None,
+    )
 
 
 def _units_of(name: str, module: Any) -> Iterator[Unit]:
@@ -62,14 +78,17 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         yield Unit(name, "convolution", last, module, layer=name)
     elif isinstance(module, ConvNeXtBlock):
         yield Unit(name, "convolution", module.mlp, module, layer=name)
-    elif isinstance(module, MultiScaleBlock):
-        return  # its shortcuts pool and project: none of its branches leaves x
+    elif isinstance(module, MultiScaleBlock | ClassAttentionBlock):
+        return  # a shortcut pools and projects, or is the normalised token: none of the branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
         # What reads the stream between attention and MLP, and what ends a branch: a norm that stands after it is part
         # of the branch, because a norm of zero is its bias.
         post_norm = isinstance(module, _POST_NORM)
-        middle = module.mlp if post_norm else module.norm2
+        convolved = isinstance(module, XCABlock)  # between attention and MLP
+        middle = module.mlp if post_norm else module.norm3 if convolved else module.norm2
         attention, mlp = (module.norm1, module.norm2) if post_norm else (module.attn, module.mlp)
         scale = float(getattr(module, "residual_scale", 1.0))
         yield Unit(f"{name}.attn", "attention", attention, middle, "input", scale=scale)
+        if convolved:
+            yield Unit(f"{name}.local_mp", "convolution", module.local_mp, module.norm2, "input")
         yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name)

@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from timm.models.cait import TalkingHeadAttn
+from timm.models.edgenext import CrossCovarianceAttn
+from timm.models.xcit import XCA
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
@@ -12,11 +14,15 @@ from vitx.models.attention import HeadMixAttention, ReAttention, TalkingHeadsAtt
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention layers of a network by name: every module with an `attn_drop` layer, as timm's have."""
+    """The attention layers of a network by name: every module with an `attn_drop` layer, as timm's have.
+
+    XCiT's and EdgeNeXt's are no such layers: their maps are of channels, not of tokens.
+    """
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(getattr(module, "attn_drop", None), nn.Dropout)
+        and not isinstance(module, XCA | CrossCovarianceAttn)
     }
 
 

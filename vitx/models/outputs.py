@@ -131,8 +131,17 @@ def _attention(maps_BHNN: Tensor, pooled: PooledTokens | None) -> Tensor:
 
 
 def attention_rollout(maps: Sequence[Tensor], pooled: PooledTokens | None) -> Tensor:
-    """The rollout (B, P) of every block's softmax maps (B, H, N, N), first block first."""
+    """The rollout (B, P) of every block's softmax maps (B, H, N, N), first block first.
+
+    Raises InputError for maps that are not of all tokens.
+    """
     assert pooled is not None
+    tokens = pooled.prefix + pooled.patches
+    if len(maps) < pooled.blocks or any(each.shape[-2:] != (tokens, tokens) for each in maps):
+        raise InputError(
+            f"not every block has one attention over all {tokens} tokens, which rollout is made of; leave --output "
+            "rollout out"
+        )
     row_B1N = torch.zeros_like(maps[0][:, 0, :1])
     row_B1N[:, :, pooled.start : pooled.stop] = 1 / (pooled.stop - pooled.start)
     for maps_BHNN in reversed(maps):  # a row times matrices, so that no product of matrices is formed

@@ -31,6 +31,7 @@ KINDS = {
     "resnet26": {"convolution"},
     "convnext_atto": {"convolution"},
     "alternet_18": {"convolution", "attention"},
+    "xcit_nano_12_p8_224": {"convolution", "attention", "mlp"},
 }
 DIGITS = open_images("digits", "val").first(10)
 VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
@@ -63,6 +64,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "heads": (2, 2),
         "mlp_ratio": 2,
     },
+    "xcit_nano_12_p8_224": {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 2, "cls_attn_layers": 1},
     "resnet18": {},
     "resnet26": {},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
@@ -278,6 +280,86 @@ def test_mixed_maps_are_recorded_for_networks_that_mix_alone() -> None:
         assert (bool(batch.maps), bool(batch.mixed)) == (stages > 0, stages > 1)
         (batch,) = stream_activations(model, DIGITS.first(1), Preprocessing(image_size=32))
         assert not batch.mixed
+
+
+def test_the_maps_of_windows_count_as_their_mean_for_an_image() -> None:
+    """Swin's stages have fewer and fewer windows: each image has one number a layer all the same."""
+    model = network("swin_tiny_patch4_window7_224")
+    over_smoothing, collapse = OverSmoothingMetric(model), AttentionCollapseMetric(threshold=0.0)
+    maps: list[Tensor] = []
+    for batch in stream_activations(model, DIGITS, Preprocessing(image_size=32), batch_size=5):
+        over_smoothing.add(batch)
+        collapse.add(batch)
+        maps.append(batch.maps["layers.0.blocks.0.attn"])
+    spread, similar = over_smoothing.result(), collapse.result()
+    assert [len(each) for each in maps] == [20, 20]
+    first = maps[0][:4].double().std(dim=-1).mean()  # the four windows of the first image
+    assert over_smoothing._spread.values()["layers.0.blocks.0.attn"][0] == pytest.approx(float(first), rel=1e-5)
+    assert spread.images == similar.images == 10
+    assert set(spread.intervals["attention_std"]) == set(spread.attention_std)
+    assert similar.matrix[0][1] is None  # another number of windows and heads
+    assert similar.repeated == {"layers.1.blocks.1.attn": 10}
+    assert similar.widest is not None
+    assert {len(values) for values in (*spread.per_image.values(), *similar.per_image.values())} == {10}
+
+
+@pytest.mark.parametrize("name", ["mobilevit_xxs", "nest_tiny_jx", "samvit_base_patch16_224"])
+def test_blocks_that_fold_images_have_no_streams_or_maps_of_images(name: str) -> None:
+    """MobileViT makes four images of one, Nest keeps its windows apart, SAM its heads: none is read as another."""
+    sizes: dict[str, dict[str, Any]] = {
+        "mobilevit_xxs": {},
+        "nest_tiny_jx": {"img_size": 32, "patch_size": 2},
+        "samvit_base_patch16_224": {**VIT, "window_size": 2},
+    }
+    model = timm.create_model(name, num_classes=10, **sizes[name]).eval()
+    metrics: list[Any] = [OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)]
+    metrics += [ResidualUpdateMetric(model), FourierMetric(model), VarianceMetric(model), CKAMetric(model)]
+    for batch in stream_activations(model, DIGITS.first(4), Preprocessing(image_size=32), batch_size=4):
+        assert {len(stream) for stream in batch.streams.values()} <= {4}
+        assert bool(batch.maps) == (name == "mobilevit_xxs")
+        for metric in metrics:
+            metric.add(batch)
+    for metric in metrics:
+        try:
+            found = metric.result()
+        except NotApplicable:
+            continue
+        assert getattr(found, "images", 4) == 4
+        assert {len(values) for values in getattr(found, "per_image", {}).values()} <= {4}
+
+
+def test_a_class_token_that_comes_later_hides_no_patch_before() -> None:
+    for name, arguments in (("convit_tiny", VIT), ("xcit_nano_12_p8_224", SMALL["xcit_nano_12_p8_224"])):
+        model = timm.create_model(name, num_classes=10, **arguments).eval()
+        layout = Layout.of(model)
+        (batch,) = stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32))
+        patches = layout.patches(batch.streams[EMBEDDING])
+        assert patches is not None
+        assert patches.shape[:2] == (2, 16)
+        assert layout.feature_map(batch.streams[EMBEDDING]) is not None
+
+
+def test_the_stream_of_xcit_is_read_between_its_three_branches() -> None:
+    model = network("xcit_nano_12_p8_224")
+    (batch,) = stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32))
+    block, x = model.blocks[0], batch.streams[EMBEDDING]
+    with torch.inference_mode():
+        x = x + block.gamma1 * block.attn(block.norm1(x))
+        assert torch.allclose(batch.streams["blocks.0.attn"], x, rtol=1e-4, atol=1e-5)
+        x = x + block.gamma3 * block.local_mp(block.norm3(x), 4, 4)
+        assert torch.allclose(batch.streams["blocks.0.local_mp"], x, rtol=1e-4, atol=1e-5)
+
+
+def test_the_update_of_swin_is_of_its_median_token() -> None:
+    """Swin's tokens are kept as a map (B, S, S, D), whose update as a whole the few longest tokens would decide."""
+    model = network("swin_tiny_patch4_window7_224")
+    metric = ResidualUpdateMetric(model)
+    (batch,) = stream_activations(model, DIGITS, Preprocessing(image_size=32), batch_size=10)
+    metric.add(batch)
+    before, after = (batch.streams[name].double().numpy() for name in (EMBEDDING, "layers.0.blocks.0.mlp"))
+    ratios = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
+    expected = np.median(ratios.reshape(10, -1), axis=1).mean()
+    assert metric.result().update["layers.0.blocks.0"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_layers_of_other_shapes_are_not_compared() -> None:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,15 @@ def test_networks_without_one_attention_a_block(source: Source) -> None:
     images = open_analysis_images("digits", 4)
     found = analyze(other, images, ("rollout",), AnalysisOptions(), quiet=True)
     assert found.not_applicable["rollout"].startswith("ResNet has no attention and no rollout")
+
+
+def test_networks_whose_class_token_comes_later(source: Source) -> None:
+    """ConViT's first blocks have one attention each, but over the patches alone."""
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 2}
+    convit = timm.create_model("convit_tiny", num_classes=10, local_up_to_layer=2, **size)
+    images = open_analysis_images("digits", 4)
+    found = analyze(replace(source, model=convit), images, ("rollout",), AnalysisOptions(), quiet=True)
+    assert found.not_applicable["rollout"].startswith("not every block has one attention over all 17 tokens")
 
 
 def test_a_network_that_brings_no_classes_on_a_plain_folder(vitx: Vitx, tmp_path: Path) -> None:

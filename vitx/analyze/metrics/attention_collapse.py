@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vitx.analyze.activations import Activations
-from vitx.analyze.intervals import LayerSamples, ends_text, rounded
+from vitx.analyze.intervals import LayerSamples, ends_text, of_images, rounded
 from vitx.analyze.metric import SIMILARITY_THRESHOLD, Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines, draw_matrix
 from vitx.analyze.similarity_matrix import MeanCosine, SimilarityMatrix
@@ -55,12 +55,12 @@ class AttentionCollapseMetric:
 
     def add(self, batch: Activations) -> None:
         maps = batch.maps if self._maps == "softmax" else batch.mixed
-        for layer, columns in self._similarity.add(maps).items():
+        for layer, columns in self._similarity.add(maps, batch.images).items():
             heads = columns.shape[1]
             if heads > 1:
                 # ‖Σ_h u_h‖² of unit vectors u is Σ_{g≠h} cos + H: the mean cosine without a product for each pair.
                 cosine = (columns.sum(dim=1).square().sum(dim=-2) - heads) / (heads * (heads - 1))
-                self._diversity.add(layer, 1 - cosine.mean(dim=-1))
+                self._diversity.add(layer, of_images(1 - cosine.mean(dim=-1), batch.images))
 
     def result(self) -> AttentionCollapse:
         values = self._similarity.values()

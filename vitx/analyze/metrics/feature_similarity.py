@@ -30,7 +30,7 @@ class FeatureSimilarityMetric:
             patches = self._layout.patches(batch.streams[name]) if name in batch.streams else None
             if patches is not None:
                 tokens[layer] = patches
-        self._similarity.add(tokens)
+        self._similarity.add(tokens, batch.images)
 
     def result(self) -> SimilarityMatrix:
         values = self._similarity.values()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vitx.analyze.activations import EMBEDDING, Activations, Layout
-from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded
+from vitx.analyze.intervals import LayerSamples, Measured, ends_text, of_images, rounded
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines
 from vitx.analyze.units import residual_units
@@ -58,7 +58,7 @@ class OverSmoothingMetric:
             if patches is not None:
                 self._cos_sim.add(layer, token_similarities(patches))
         for layer, maps in batch.maps.items():
-            self._spread.add(layer, attention_stds(maps))
+            self._spread.add(layer, of_images(attention_stds(maps), batch.images))
 
     def result(self) -> OverSmoothing:
         cos_sim, spread = self._cos_sim.values(), self._spread.values()

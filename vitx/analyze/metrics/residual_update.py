@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitx.analyze.activations import EMBEDDING, Activations
+from vitx.analyze.activations import EMBEDDING, Activations, Layout
 from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded, with_interval
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines
@@ -36,7 +36,7 @@ class ResidualUpdate(Measured):
 
 
 class ResidualUpdateMetric:
-    """The length of what a block adds to a token (B, N, D) or a map, over the token's length before; the median token.
+    """The length of what a block adds to a token (B, N, D) or a map, over its length before; the median token.
 
     Blocks that change the stream's shape, or before which it was changed between blocks (a new stage), are left out.
     """
@@ -44,6 +44,7 @@ class ResidualUpdateMetric:
     def __init__(self, model: nn.Module) -> None:
         blocks = {EMBEDDING: EMBEDDING}
         blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
+        self._layout = Layout.of(model)
         self._pairs = [(before, after, layer) for (before, _), (after, layer) in pairwise(blocks.items())]
         self._updates = LayerSamples()
 
@@ -51,7 +52,13 @@ class ResidualUpdateMetric:
         streams = batch.streams
         for before, after, layer in self._pairs:
             if before in streams and after in streams and streams[before].shape == streams[after].shape:
-                self._updates.add(layer, _relative_update(streams[before], streams[after]))
+                self._updates.add(layer, _relative_update(*map(self._tokens, (streams[before], streams[after]))))
+
+    def _tokens(self, stream: Tensor) -> Tensor:
+        """The stream as tokens (B, N, D); a map of channels is one."""
+        if stream.ndim == 4 and self._layout.channels_last:
+            return stream.flatten(1, 2)
+        return stream if stream.ndim == 3 else stream.flatten(1).unsqueeze(1)
 
     def result(self) -> ResidualUpdate:
         values = self._updates.values()
@@ -68,12 +75,10 @@ class ResidualUpdateMetric:
 
 
 def _relative_update(before: Tensor, after: Tensor) -> Tensor:
-    """The median over tokens (B, N, D) of ‖after − before‖/‖before‖, or the ratio of whole maps: (B,).
+    """The median over tokens (B, N, D) of ‖after − before‖/‖before‖: (B,).
 
     The median: a few tokens of trained transformers are a hundred times as long as the others.
     """
-    if before.ndim != 3:
-        before, after = before.flatten(1).unsqueeze(1), after.flatten(1).unsqueeze(1)
     lengths = torch.linalg.vector_norm(before, dim=-1).clamp_min(SHORTEST)
     ratios: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / lengths
     return ratios.quantile(0.5, dim=1)

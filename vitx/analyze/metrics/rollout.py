@@ -62,7 +62,11 @@ class RolloutMetric:
     def add(self, batch: Activations) -> None:
         if self._pooled is None:
             return
-        shares = attention_rollout([*batch.maps.values()], self._pooled)
+        try:
+            shares = attention_rollout([*batch.maps.values()], self._pooled)
+        except InputError as error:
+            self._pooled, self._reason = None, str(error).partition(";")[0]
+            return
         first = len(self._largest)
         self._largest += (shares.amax(dim=1).double() * self._pooled.patches).tolist()
         sure, classes = torch.softmax(batch.logits, dim=1).max(dim=1)
