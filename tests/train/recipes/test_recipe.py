@@ -8,7 +8,7 @@ import pytest
 
 from vitx.core.errors import InputError
 from vitx.core.files import read_record, write_json
-from vitx.train.recipes.recipe import Recipe, apply_overrides, first_difference, setting_names
+from vitx.train.recipes.recipe import Recipe, apply_overrides, first_difference, read_recipe, setting_names
 from vitx.train.recipes.registry import RECIPES, describe, get_recipe, resolve_recipe
 
 RECIPE = get_recipe("digits-deepvit")
@@ -59,6 +59,8 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
         ("epochs=2.5", "--set epochs: given '2.5', expected: a valid integer"),
         ("epochs=true", "--set epochs: given 'true', expected: a valid integer"),
         ("epochs=0", "--set epochs: given '0', expected: greater than 0"),
+        ('stages=[{"until": 5}]', r"expected: Field required \(at 0\.drop_path_rate\)"),
+        ("optimizer.betas=[0.9,true]", r"expected: a valid number \(at 1\)"),
         ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),
         ("optimizer=1", "--set optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
         ("data=elsewhere", "--set data: pass --data PATH instead"),
@@ -110,6 +112,19 @@ def test_a_docstring_carries_command_hardware_time_and_result(name: str) -> None
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(InputError, match="unknown recipe 'digit-deepvit': did you mean digits-deepvit"):
         get_recipe("digit-deepvit")
+
+
+def test_what_older_runs_hold_and_no_network_heeds_is_read(tmp_path: Path) -> None:
+    """`model.kwargs.in_chans=3` is refused for a new run; one that was begun with it is reported and goes on."""
+    plain = RECIPE.model_dump(mode="json")
+    plain["model"]["kwargs"] |= {"in_chans": 3, "scriptable": True}
+    write_json(tmp_path / "recipe.json", plain)
+    assert read_recipe(tmp_path) == RECIPE
+    assert resolve_recipe(RECIPE.name, resumed=tmp_path) == RECIPE
+    plain["model"]["kwargs"] = {"checkpoint_path": "weights.pth"}  # it was heeded
+    write_json(tmp_path / "recipe.json", plain)
+    with pytest.raises(InputError, match=r"model\.kwargs\.checkpoint_path is no argument"):
+        read_recipe(tmp_path)
 
 
 def test_the_first_difference_is_named() -> None:

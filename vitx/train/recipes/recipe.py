@@ -36,6 +36,9 @@ DERIVED_ARGUMENTS = {
     "patch_head": "losses.mixing",
     "pretrained": "model.initial_checkpoint=timm",
 }
+# Arguments of timm's factory that recipes could hold until 2026-11-25: what could be trained with them, 3 channels and
+# switches for TorchScript, is the network without them.
+UNHEEDED_ARGUMENTS = ("in_chans", "scriptable", "exportable", "no_jit")
 
 
 class ModelChoice(Record):
@@ -149,10 +152,13 @@ def read_recipe(run: Path) -> Recipe:
     path, share = run / RECIPE_FILE, 0.0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         plain = json.loads(path.read_bytes())
-        # Until 2026-11-23 the warm-up was a share of the epochs, and losses.attention compared softmax maps.
-        share = plain["schedule"].pop("warmup")
-        plain["schedule"]["warmup_epochs"] = share * plain["epochs"]
-        plain["losses"].setdefault("attention_maps", "softmax")
+        for name in UNHEEDED_ARGUMENTS:
+            plain["model"]["kwargs"].pop(name, None)
+        if "warmup" in plain["schedule"]:
+            # Until 2026-11-23 the warm-up was a share of the epochs, and losses.attention compared softmax maps.
+            share = plain["schedule"].pop("warmup")
+            plain["schedule"]["warmup_epochs"] = share * plain["epochs"]
+            plain["losses"].setdefault("attention_maps", "softmax")
         if share <= 0.5:
             return Recipe.model_validate(plain)
     if share > 0.5:
@@ -234,7 +240,8 @@ def _validation_error(plain: dict[str, Any], place: tuple[str, ...]) -> str | No
     except ValidationError as error:
         for detail in error.errors():
             if detail["loc"][: len(place)] == place:
-                return detail["msg"].removeprefix("Input should be ")
+                within = ".".join(map(str, detail["loc"][len(place) :]))
+                return detail["msg"].removeprefix("Input should be ") + (f" (at {within})" if within else "")
     return None
 
 
