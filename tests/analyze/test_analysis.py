@@ -1,8 +1,10 @@
 """`vitx analyze`: metrics of one network or two, their cache and their report; the network is left unchanged."""
 
+import io
 import json
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +149,31 @@ def test_a_folder_without_labels(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no image below"):
         open_analysis_images(str(tmp_path / "empty"))
+
+
+def test_a_named_set_is_no_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from `runs`, the run `digits` is a folder, whose one picture is its first batch."""
+    (tmp_path / "digits").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "digits" / "first-batch.png")
+    monkeypatch.chdir(tmp_path)
+    found = open_analysis_images("digits")
+    assert (len(found), len(found.class_names)) == (360, 10)
+
+
+def test_a_folder_of_shards_has_its_labels(tmp_path: Path) -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "png")
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}-0.tar", "w") as tar:
+            for name, content in (("0.png", picture.getvalue()), ("0.cls", b"1")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    (tmp_path / "classnames.txt").write_text("cat\ndog")
+    found = open_analysis_images(str(tmp_path))
+    assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), [1])
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")  # and then it is a folder of images
+    assert open_analysis_images(str(tmp_path)).class_names == ()
 
 
 def test_limits_take_images_evenly() -> None:

@@ -6,19 +6,19 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.data.folder import list_images
-from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.image_set import NAMED_SETS, ImageSet
+from vitx.data.open import has_splits, open_images
 
 
 def open_analysis_images(data: str, limit: int | None = None, *, skip_bad: bool = False) -> ImageSet:
-    """The evaluation split of `data` (a named set, or a folder with train/ and val/), or all images below a folder.
+    """The evaluation split of `data`, as every verb reads it, or all images below a folder without splits.
 
-    Without train/ and val/ there are no labels: `class_names` is empty and every label -1. At most `limit` images,
-    evenly spaced. Raises InputError when there are none.
+    The latter has no labels: `class_names` is empty and every label -1. At most `limit` images, evenly spaced. Raises
+    InputError when there are none.
     """
-    root = Path(data)
-    if root.is_dir() and not any((root / split).is_dir() for split in ("train", "val")):
-        images = _without_labels(root)
+    # The name of a set is no folder, even where one has that name: a run's, such as runs/digits seen from runs.
+    if data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data)):
+        images = _without_labels(Path(data))
     else:
         images = open_images(data, "val", skip_bad=skip_bad)
     return images.evenly_spaced(limit)

@@ -6,7 +6,7 @@ from pathlib import Path
 from vitx.core.errors import InputError
 from vitx.data.digits import open_digits
 from vitx.data.flat_folder import is_flat, is_split_file, open_flat, open_split_file
-from vitx.data.folder import class_names_in, open_folder, split_folder
+from vitx.data.folder import class_names_in, list_images, open_folder, split_folder
 from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 
 
@@ -41,6 +41,20 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
         return open_flat(root, split, skip_bad=skip_bad)
     # Nothing was recognised: this raises the error that says what a folder must hold.
     return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
+
+
+def has_splits(root: Path) -> bool:
+    """Whether a folder holds splits in a form that `open_images` knows: not images, nor class folders alone."""
+    from vitx.data import cifar, hugging_face, webdataset
+
+    if any((root / split).is_dir() for split in ("train", "val")):
+        return True
+    # A table or an archive beside images makes no set of them.
+    return not list_images(root) and (
+        cifar.find_folder(root) is not None
+        or hugging_face.is_hugging_face(root)
+        or any(bool(webdataset.find_shards(str(root), name)) for name in SPLIT_NAMES)
+    )
 
 
 def folder_of(data: str) -> Path:
