@@ -50,6 +50,27 @@ def test_patches_alone_are_compared() -> None:
     assert not any(block._forward_hooks for block in network.blocks)
 
 
+def test_blocks_before_the_class_token_have_patches_alone() -> None:
+    """CaiT's, XCiT's and ConViT's: no patch is taken for the class token that they get later."""
+    patches = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
+    network = Tokens(patches, torch.cat([torch.ones(1, 1, 2), patches], 1))
+    network.patch_embed = nn.Module()
+    network.patch_embed.num_patches = 3  # type: ignore[assignment]
+    with layer_metrics(network) as metrics:
+        network(1)
+    assert metrics.cos_sim.means() == {f"blocks.{index}": pytest.approx(1 / 3) for index in (0, 1)}
+
+
+def test_blocks_that_give_two_streams_and_maps_of_one_key() -> None:
+    """TNT's blocks, whose output is no tensor; at 32 px the last windows of some networks have one key."""
+    network = timm.create_model("tnt_s_patch16_224", img_size=32, depth=2, num_classes=10).eval()
+    with layer_metrics(network) as metrics, torch.inference_mode():
+        network(torch.zeros(2, 3, 32, 32))
+    assert metrics.cos_sim.means() == {}
+    assert len(metrics.attention_std.means()) == 4
+    assert attention_std(torch.ones(2, 3, 1, 1)).item() == 0
+
+
 def test_two_patches_without_a_prefix_are_enough() -> None:
     network = Tokens(torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]), prefix=0)
     del network.num_prefix_tokens

@@ -57,11 +57,14 @@ def attention_std(maps_BHNN: Tensor) -> Tensor:
 
 
 def attention_stds(maps_BHNN: Tensor) -> Tensor:
-    """Return the standard deviation (unbiased) over keys of each softmax row, averaged over rows and heads: (B,)."""
+    """Return the standard deviation (unbiased) over keys of each softmax row, averaged over rows and heads: (B,).
+
+    0 for a single key, to which every query attends.
+    """
     centred_BHNN = maps_BHNN - maps_BHNN.mean(dim=-1, keepdim=True)
     # Half the time of torch.std, which updates mean and variance value by value.
     spread_B: Tensor = torch.linalg.vector_norm(centred_BHNN, dim=-1).mean(dim=(-2, -1)) / math.sqrt(
-        maps_BHNN.shape[-1] - 1
+        max(maps_BHNN.shape[-1] - 1, 1)
     )
     return spread_B
 

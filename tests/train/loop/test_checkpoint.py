@@ -57,6 +57,19 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
+def test_layers_that_share_a_weight_are_saved_as_two(run: RunFolder) -> None:
+    """CoaT's; safetensors refuses tensors of the same memory."""
+    shared = torch.arange(6.0).reshape(2, 3)
+    parts = CheckpointTensors(*({"first": shared, "second": shared, "own": shared[:1] + 1} for _ in TENSOR_FILES))
+    save_epoch(run, parts, [epoch_row(1)], {})
+    loaded = load_newest(run)
+    assert loaded is not None
+    for part in loaded[0]:
+        assert torch.equal(part["first"], shared)
+        assert torch.equal(part["second"], shared)
+        assert torch.equal(part["own"], shared[:1] + 1)
+
+
 def test_nothing_saved_is_nothing_to_resume(run: RunFolder) -> None:
     assert newest_checkpoint(run) is None
     assert load_newest(run) is None
