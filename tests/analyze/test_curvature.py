@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from reference import randomize_like_trained, seq
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import hessian, hessian_eigenvalues, mean_nll
-from vitx.analyze.metrics.hessian import hessian_spectrum
+from vitx.analyze.lanczos import Eigenvalues
+from vitx.analyze.metrics.hessian import HESSIAN_METRIC, HessianSpectrum, hessian_spectrum
 from vitx.analyze.metrics.hessian_density import hessian_density
 from vitx.core.errors import InputError
 
@@ -225,3 +226,15 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="the loss of the batch is nan"):
         hessian_eigenvalues(model, images * math.nan, labels)
     assert mean_nll(model, images, labels).isfinite()
+
+
+def test_the_interval_of_a_share_of_two_batches_is_of_shares() -> None:
+    """Student's for one degree of freedom: 12.7 standard errors to either side."""
+    found = [
+        Eigenvalues(values=values, residuals=[0.0] * 4, products=4, converged=True)
+        for values in ([3.0, 2.0, 1.0, -1.0], [3.0, -2.0, -1.0, -1.0])
+    ]
+    spectrum = HessianSpectrum(
+        module="", parameters=4, weight_decay=0.0, images=8, batches=found, negative_share=0.5, mean_positive=2.25
+    )
+    assert HESSIAN_METRIC.line(spectrum).endswith("negative 50 [0, 100] %")

@@ -133,9 +133,13 @@ def _hessian_line(found: HessianSpectrum) -> str:
         "mean of the positive {}": [float(each[each > 0].mean()) if (each > 0).any() else 0.0 for each in values],
         "negative {} %": [100 * float((each < 0).mean()) for each in values],
     }
-    return ", ".join(
-        name.format(with_interval(float(np.mean(each)), batch_interval(each).get(""))) for name, each in numbers.items()
-    )
+    parts = []
+    for name, each in numbers.items():
+        interval = batch_interval(each).get("")
+        if interval is not None and name.endswith("%"):  # Student's of two batches reaches beyond a share
+            interval = max(0.0, interval[0]), min(100.0, interval[1])
+        parts.append(name.format(with_interval(float(np.mean(each)), interval)))
+    return ", ".join(parts)
 
 
 HESSIAN_METRIC = Metric(

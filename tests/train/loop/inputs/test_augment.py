@@ -174,6 +174,13 @@ def test_timm_draws_after_the_flip_from_a_seed_of_its_own() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["rand-mfoo", "rand-m9-mstdinf", "augmix-m-w4", "rand-m9-"])
+def test_a_part_of_timms_name_that_timm_would_skip_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=rf"auto_augment '{name}' is not known to timm \('.*' has no number\)"):
+        Augment(Preprocessing(image_size=4), Augmentation(auto_augment=name))
+    Augment(Preprocessing(image_size=4), Augmentation(auto_augment="rand-mstd1-tweights"))
+
+
 def test_a_posterize_of_no_bits_is_black() -> None:
     posterize = SimpleNamespace(aug_fn=auto_augment.posterize)
     other = SimpleNamespace(aug_fn=auto_augment.solarize)

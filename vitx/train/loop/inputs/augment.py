@@ -68,6 +68,10 @@ def _timm_transform(preprocessing: Preprocessing, augmentation: Augmentation) ->
     if not (augmentation.auto_augment or augmentation.color_jitter):
         return None
     try:
+        for section in augmentation.auto_augment.split("-")[1:]:
+            # timm skips it; what begins with t is the name of a set of operations.
+            if not section.startswith("t") and not any(map(str.isdigit, section)):
+                raise ValueError(f"'{section}' has no number")
         _, composed, _ = transforms_imagenet_train(
             preprocessing.image_size,
             auto_augment=augmentation.auto_augment or None,
