@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from timm.models.hiera import Hiera
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
 from torch import Tensor, nn
 
@@ -26,19 +27,22 @@ class Layout(NamedTuple):
     """How a network's activations are laid out: tokens before the patches (class, distillation), and NHWC maps.
 
     embedded: how many patches the embedding makes, 0 where it does not say. A stream of so many tokens has no others
-    yet: CaiT, XCiT and ConViT add the class token behind some blocks.
+    yet: CaiT, XCiT and ConViT add the class token behind some blocks. in_rows: whether tokens follow the rows of the
+    image; Hiera's follow its windows.
     """
 
     prefix_tokens: int
     channels_last: bool
     embedded: int = 0
+    in_rows: bool = True
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
         prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))  # the latter is PiT's
         # SwinV2-CR's blocks are NHWC too, and its attribute is of the whole network.
         nhwc = getattr(model, "output_fmt", "NCHW") == "NHWC" or isinstance(model, SwinTransformerV2Cr)
-        return cls(prefix, nhwc, int(getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0))
+        embedded = int(getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0)
+        return cls(prefix, nhwc, embedded, not isinstance(model, Hiera))
 
     def before_patches(self, stream: Tensor) -> int:
         """How many tokens of the stream (B, N, D) are no patches."""
@@ -46,6 +50,8 @@ class Layout(NamedTuple):
 
     def feature_map(self, stream: Tensor) -> Tensor | None:
         """The activation as a map (B, D, S, S); None where its patches form no square."""
+        if stream.ndim == 3 and not self.in_rows:
+            return None
         return square_map(stream, self.before_patches(stream), channels_last=self.channels_last)
 
     def patches(self, stream: Tensor) -> Tensor | None:

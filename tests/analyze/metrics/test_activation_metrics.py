@@ -328,6 +328,18 @@ def test_blocks_that_fold_images_have_no_streams_or_maps_of_images(name: str) ->
         assert {len(values) for values in getattr(found, "per_image", {}).values()} <= {4}
 
 
+def test_tokens_in_the_order_of_windows_are_no_map() -> None:
+    """Hiera's: read row by row they would have another spectrum than the image's."""
+    model = timm.create_model("hiera_tiny_224", img_size=(64, 64), num_classes=10).eval()
+    fourier, similarity = FourierMetric(model), OverSmoothingMetric(model)
+    for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=64)):
+        fourier.add(batch)
+        similarity.add(batch)
+    with pytest.raises(NotApplicable, match="no unit has a square feature map"):
+        fourier.result()
+    assert len(similarity.result().cos_sim) == 12
+
+
 def test_a_class_token_that_comes_later_hides_no_patch_before() -> None:
     for name, arguments in (("convit_tiny", VIT), ("xcit_nano_12_p8_224", SMALL["xcit_nano_12_p8_224"])):
         model = timm.create_model(name, num_classes=10, **arguments).eval()
