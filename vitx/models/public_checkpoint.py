@@ -152,9 +152,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore", UserWarning)
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
+        # What torch says before this advises to run the file's code.
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0].partition(". Please")[0]
         raise InputError(
-            f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}"
+            f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}; save its tensors "
+            "alone where it was made: torch.save(model.state_dict(), FILE)"
         ) from None
     except (RuntimeError, EOFError) as error:
         raise InputError(f"'{path}' is not a checkpoint: {error}") from None
