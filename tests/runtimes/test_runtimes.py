@@ -113,6 +113,8 @@ def test_images_of_another_shape_or_dtype_are_refused(certified_original: Bundle
         np.zeros((1, 8, 8, 3), dtype=np.uint8),
         np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8),
         np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.float32),
+        # Of no image at all ONNX Runtime would divide by 0 in some graphs, and end the process with SIGFPE.
+        np.zeros((0, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8),
     ]
     for images in wrong:
         for session in loaded:

@@ -151,10 +151,10 @@ def is_cpu(device: Device) -> bool:
 
 
 def check_images(images: UInt8Array, image_shape: Sequence[int]) -> None:
-    """Raise InputError unless `images` is uint8 (N, *image_shape)."""
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != tuple(image_shape):
+    """Raise InputError unless `images` is uint8 (N, *image_shape), N ≥ 1: of none ONNX Runtime ends the process."""
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != tuple(image_shape) or not len(images):
         expected = ", ".join(map(str, ("N", *image_shape)))
-        raise InputError(f"images are {images.dtype} {images.shape}: expected uint8 ({expected})")
+        raise InputError(f"images are {images.dtype} {images.shape}: expected uint8 ({expected}), at least one image")
 
 
 def image_shape(bundle: Bundle) -> tuple[int, int, int]:
