@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle_fixture import add_files, certificate, write_bundle
+from bundle_fixture import IMAGE_SIZE, LABELS, add_files, certificate, write_bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, Bundle, FileEntry, Manifest, timestamp
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
@@ -183,3 +183,32 @@ def test_labels_and_the_output_have_one_number_of_classes(bundle: Bundle) -> Non
         write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update=changes))
         with pytest.raises(InputError, match=r"labels and an output .* for \d+ classes"):
             Bundle.open(bundle.path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "message"),
+    [
+        ("input", {"shape": ("N", "N", IMAGE_SIZE, 3)}, r"an input \('N', 'N', 16, 3\) for images of 16 × 16 pixels"),
+        ("input", {"shape": ("N", IMAGE_SIZE)}, "an input"),
+        ("input", {"shape": ()}, "an input"),
+        ("input", {"shape": (2, IMAGE_SIZE, IMAGE_SIZE, 3)}, "an input"),
+        ("input", {"shape": ("N", 17, 17, 3)}, "an input"),
+        ("input", {"dtype": "float32"}, "float32 images and float32 logits: expected uint8 and float32"),
+        ("output", {"dtype": "uint8"}, "uint8 images and uint8 logits"),
+        ("output", {"shape": (3, len(LABELS))}, "labels and an output"),
+    ],
+)
+def test_tensors_are_those_of_the_format(bundle: Bundle, tensor: str, change: dict[str, object], message: str) -> None:
+    """Else who reads S of the shape would get a traceback, or pixels of another size than the graph takes."""
+    spec = getattr(bundle.manifest, tensor).model_copy(update=change)
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={tensor: spec}))
+    with pytest.raises(InputError, match=message):
+        Bundle.open(bundle.path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "./model.onnx", "engines//a.plan"])
+def test_a_name_that_no_file_has_is_refused(bundle: Bundle, name: str) -> None:
+    files = {**bundle.manifest.files, name: bundle.manifest.files[MODEL]}
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": files}))
+    with pytest.raises(InputError, match="leads out of the bundle: expected a file in it"):
+        Bundle.open(bundle.path)

@@ -130,10 +130,14 @@ class Manifest(Record):
     training_metrics: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _classes_agree(self) -> "Manifest":
-        labels, classes, width = len(self.labels), self.model.num_classes, self.output.shape[-1:]
-        if labels != classes or width != (classes,):
+    def _tensors_agree(self) -> "Manifest":
+        labels, classes, size = len(self.labels), self.model.num_classes, self.preprocessing.image_size
+        if labels != classes or self.output.shape != ("N", classes):
             raise ValueError(f"{labels} labels and an output {self.output.shape} for {classes} classes")
+        if self.input.shape != ("N", size, size, 3):
+            raise ValueError(f"an input {self.input.shape} for images of {size} × {size} pixels in three colours")
+        if (self.input.dtype, self.output.dtype) != ("uint8", "float32"):
+            raise ValueError(f"{self.input.dtype} images and {self.output.dtype} logits: expected uint8 and float32")
         return self
 
     @model_validator(mode="after")
@@ -272,7 +276,7 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
     for name in (*listed, MANIFEST, CERTIFICATE, LATENCY, SIGNATURE):
         try:
-            inside = (folder / name).resolve().is_relative_to(folder.resolve())
+            inside = _names_a_file(name, listed) and (folder / name).resolve().is_relative_to(folder.resolve())
         except (OSError, RuntimeError):  # a link to itself
             inside = False
         if not inside:
