@@ -82,6 +82,17 @@ def test_staged_folder_replaces_at_once(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [target]
 
 
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "folder"
+    link.symlink_to("folder")
+    for content in ("one", "two"):  # first it leads nowhere
+        with staged_folder(link) as stage:
+            (stage / "file").write_text(content)
+        assert link.is_symlink()
+        assert (target / "file").read_text() == content
+        assert sorted(tmp_path.iterdir()) == [target, link]
+
+
 def test_a_failed_stage_leaves_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "folder"
     with staged_folder(target) as stage:

@@ -8,6 +8,7 @@ import onnx
 import pytest
 from torch import nn
 
+from bundle_fixture import write_bundle
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
@@ -324,8 +325,15 @@ def test_names_and_places_of_a_bundle(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="exists and is no bundle"):
         check_output(out)
     (out / MANIFEST).rmdir()
-    (out / MANIFEST).write_text("{}")
-    check_output(out)
+    (out / MANIFEST).write_text('{"name": "a web application", "icons": []}')
+    with pytest.raises(InputError, match=r"exists and is no bundle: choose another --out \(.*not a valid Manifest"):
+        check_output(out)
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    (bundle.path / "model.onnx").unlink()  # a damaged one may be made again
+    check_output(bundle.path)
+    (bundle.path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match=r"exists and is no bundle: .*thesis\.txt is not listed"):
+        check_output(bundle.path)
     (tmp_path / "file.vitx").write_text("")
     with pytest.raises(InputError, match="exists and is no bundle"):
         check_output(tmp_path / "file.vitx")

@@ -101,3 +101,10 @@ def test_a_folder_that_holds_something_else_is_kept(tmp_path: Path) -> None:
     for path in (tmp_path / "letters", tmp_path / "letters" / "a.txt"):
         with pytest.raises(InputError, match=r"exists and holds no config\.json: choose another folder"):
             check_hub_folder(path)
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "network" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "network" / name).touch()
+    check_hub_folder(tmp_path / "network")
+    (tmp_path / "network" / ".git").mkdir()
+    with pytest.raises(InputError, match=r"network is replaced whole, and holds \.git too: choose another folder"):
+        check_hub_folder(tmp_path / "network")

@@ -170,8 +170,7 @@ class Bundle:
             raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`, or its URL")
         if not (folder / MANIFEST).is_file():
             raise InputError(f"'{path}' is not a bundle: it has no {MANIFEST}")
-        manifest = read_record(folder / MANIFEST, Manifest)
-        _check_listing(folder, manifest.files)
+        manifest = read_manifest(folder)
         verify_digests(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
         return cls(folder, manifest)
 
@@ -264,6 +263,13 @@ class Bundle:
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
         return read_certificate(self.path / CERTIFICATE)  # which also checks its own sha256
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle; raise InputError unless it is one, and lists every file of the folder."""
+    manifest = read_record(folder / MANIFEST, Manifest)
+    _check_listing(folder, manifest.files)
+    return manifest
 
 
 def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:

@@ -196,7 +196,11 @@ def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed."""
+    """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed.
+
+    Of a link that is what it leads to: the link stays.
+    """
+    target = target.resolve()
     make_folder(target.parent)
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -18,6 +18,7 @@ from vitx.core.bundle import (
     Precision,
     Provenance,
     TensorSpec,
+    read_manifest,
     timestamp,
 )
 from vitx.core.console import log
@@ -278,7 +279,11 @@ def bundle_name(out: Path) -> str:
 
 
 def check_output(out: Path) -> None:
-    """Raise InputError when `out` is no name for a bundle, or holds something that is not one."""
+    """Raise InputError when `out` is no name for a bundle, or holds something else than one: all of it is replaced."""
     bundle_name(out)
-    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"'{out}' exists and is no bundle: choose another --out")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        read_manifest(out)
+    except InputError as reason:
+        raise InputError(f"'{out}' exists and is no bundle: choose another --out ({reason})") from None
