@@ -1,6 +1,8 @@
 """The closed loop on sessions whose speed is known and on a bundle, and the command."""
 
+import errno
 import json
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -163,6 +165,28 @@ def test_a_bundle_keeps_what_other_machines_measured(tiny_bundle: Bundle) -> Non
     assert tiny_bundle.latency() is None  # neither is this machine
     file = tiny_bundle.latency_file()
     assert file.machines == {"one, 4 cores, Linux x86_64": first, "two, 4 cores, Linux x86_64": second}
+
+
+def test_what_was_measured_is_told_where_the_bundle_cannot_be_written(
+    tiny_bundle: Bundle, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of containers and volumes of clusters are mounted for reading alone."""
+
+    def refuse(path: Path, value: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("vitx.core.bundle.write_json", refuse)
+    code, out, err = vitx("bench", tiny_bundle.path, "--seconds", "0.05", "--batch", "1", "--device", "cpu", "--json")
+    assert (code, len(json.loads(out)["points"])) == (0, 1)
+    assert "what was measured is not kept in the bundle ([Errno 30] Read-only file system: " in err
+
+
+def test_a_damaged_file_is_found_before_anything_is_measured(tiny_bundle: Bundle) -> None:
+    (tiny_bundle.path / LATENCY).write_text("{}")
+    session = Sleeper(0.001)
+    with pytest.raises((CheckFailed, InputError)):
+        bench_bundle(tiny_bundle, {"sleeper": session}, batch_sizes=(1,), seconds=0.01, quiet=True)
+    assert session.calls == []
 
 
 def test_a_changed_byte_of_the_file_is_found(tiny_bundle: Bundle) -> None:

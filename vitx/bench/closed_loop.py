@@ -84,14 +84,14 @@ def bench_bundle(
     image: an encoded image; every call then starts with decoding it, once for each row of the batch.
     Raises InputError for batch sizes below 1 and for `seconds` that are not positive.
     """
-    sizes = checked_sizes(batch_sizes, seconds)
+    sizes, known = checked_sizes(batch_sizes, seconds), bundle.latency()
     # `fixed_seconds` needs two batch sizes. Where one was asked for, a second is measured and not reported.
     measured = sizes if len(sizes) > 1 else tuple(sorted({sizes[0], sizes[0] // 2 or 2}))
     with ExitStack() as opened:
         meter = _Meter(bundle, sessions, loaders or {}, measured, image, opened)
         warm_up(meter.lanes, quiet=quiet)
         take_turns(meter.lanes, seconds, meter.probes, quiet=quiet)
-    machine, now, known = describe_machine(), timestamp(), bundle.latency()
+    machine, now = describe_machine(), timestamp()
     latencies = {
         name: Latency(
             runtime=meter.sessions[name].describe(),

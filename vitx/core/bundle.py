@@ -246,8 +246,14 @@ class Bundle:
         return read_sealed(path, LatencyFile, remedy="remove it, and run `vitx bench BUNDLE` again")
 
     def record_latency(self, latency: Latency) -> None:
-        """Write one machine's latencies into `latency.json`, beside those of other machines."""
-        write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
+        """Write one machine's latencies into `latency.json`, beside those of other machines.
+
+        Where it cannot be written, say so: minutes were spent on what was measured, and the caller has it.
+        """
+        try:
+            write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
+        except OSError as error:
+            log(f"vitx: what was measured is not kept in the bundle ({error}): bench a copy that can be written")
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""
