@@ -1,14 +1,18 @@
 """Conversions in a process of their own: results, errors, and every way to die."""
 
+import contextlib
 import errno
 import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +79,37 @@ def test_a_memory_hog_is_ended() -> None:
         run_limited("converting", fill_memory, memory_gib=0.5, seconds=60)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc")
+def test_a_conversion_ends_with_who_asked_for_it(tmp_path: Path) -> None:
+    """Killed, the parent can end nothing: its conversion would go on for hours, without limits."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from sandbox_jobs import sleep_and_tell\nfrom vitx.core.sandbox import run_limited\n"
+        f'if __name__ == "__main__":\n    run_limited("sleeping", sleep_and_tell, {str(tmp_path / "pid")!r})\n'
+    )
+    parent = subprocess.Popen([sys.executable, program], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    pid = wait_for((tmp_path / "pid").read_text)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not running(int(pid)))
+
+
+def running(pid: int) -> bool:
+    """Also false of one that ended and that nobody has asked for."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(find: Callable[[], Any], seconds: float = 60) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(FileNotFoundError):
+            if found := find():
+                return found
+        time.sleep(0.05)
+    raise AssertionError("it did not come to be")
+
+
 class Ended:
     """A process as `_wait` sees it: gone, with an exit code."""
 
@@ -129,7 +164,7 @@ def test_the_limit_of_memory_is_allowed(monkeypatch: pytest.MonkeyPatch, held: f
     text = f"held {held:.1f} GiB, more than its limit of 2," if ended else "took longer than its limit of 0.01 s"
     ours, theirs = multiprocessing.Pipe()
     with theirs, pytest.raises(ConversionCrashed) as caught:
-        sandbox._wait("converting", Ended(), ours, time.monotonic() + 0.01, 2.0, 0.01)
+        sandbox._wait("converting", Ended(), ours, time.monotonic() + (60 if ended else 0.01), 2.0, 0.01)
     assert str(caught.value) == f"converting {text} and was ended"
 
 

@@ -41,6 +41,11 @@ def fill_memory() -> None:
     del held
 
 
+def sleep_and_tell(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
 def crash_on_gelu(path: Path) -> None:
     """A compiler with a bug: it crashes on a Gelu that follows a matrix product or a sum."""
     graph = onnx.load(str(path)).graph

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -61,6 +62,8 @@ def run_limited(
 def _child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     ignore_image_warnings()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         answer = ("result", function(*arguments))
     except (VitxError, OSError) as error:  # the user's mistake, or the disk's failure
@@ -69,6 +72,12 @@ def _child(connection: Connection, function: Callable[..., Any], arguments: tupl
         answer = ("error", traceback.format_exc().strip())
     connection.send(answer)
     connection.close()
+
+
+def _end_with(parent: Any) -> None:
+    """Of a parent that was killed, nobody takes the answer or holds the limits of time and memory."""
+    parent.join()
+    os._exit(1)
 
 
 def _wait(
