@@ -68,6 +68,13 @@ def test_the_witness_set_has_the_checkpoint_s_logits(exported_bundle: Path) -> N
         (("--precision", "fp8", "--quantize-for", "cpu"), 2, "--quantize-for cpu is of int8, and fp8 has one form"),
         (("--precision", "fp16", "--base", "bf16"), 2, "--base bf16 is of int8 and fp8, and fp16 is its own"),
         (("--precision", "int8", "--base", "fp16"), 2, "--base fp16 of int8 is for TensorRT, .* leave it out, or add"),
+        (
+            ("--profiles", "1,8"),
+            2,
+            "--profiles is of a plan, and none is built: leave it out, or add --trt",
+        ),
+        (("--builder-level", "5"), 2, "--builder-level is of a plan, and none is built"),
+        (("--uncertified", "--witness", "9"), 2, "--witness 9 is made with the certificate: leave --uncertified out"),
         (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
         (("--model-arg", "heads=3"), 2, "'deepvit_digits' cannot be built with --model-arg heads=3: .*'heads'"),
         (("--model-arg", "depth"), 2, "--model-arg depth: expected KEY=VALUE"),

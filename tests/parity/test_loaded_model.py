@@ -192,12 +192,18 @@ def test_the_images_of_an_export_are_counted_before_it(run: RunFolder, monkeypat
         sampling_plan(SourceRequest("model:no_such_network"), "other", 0.01)
 
 
-def test_data_names_the_classes_of_a_model_and_is_the_images_of_a_run() -> None:
-    options = ExportOptions(data="images", checkpoint="last")
-    assert source_request("model:deit", options, "w") == SourceRequest(
-        "model:deit", which="last", weights="w", data="images"
-    )
-    assert source_request("runs/x", options, "w") == SourceRequest("runs/x", which="last", weights="w", data=None)
+def test_data_names_the_classes_of_a_model_and_is_the_images_of_a_run(run: RunFolder) -> None:
+    images, last = ExportOptions(data="images"), ExportOptions(data="images", checkpoint="last")
+    assert source_request("model:deit", images, "w") == SourceRequest("model:deit", weights="w", data="images")
+    assert source_request("runs/x", last, "pretrained") == SourceRequest("runs/x", which="last", data=None)
+    with pytest.raises(
+        InputError, match=r"--weights w is of a model:NAME, and '.*' is a run: choose with --checkpoint"
+    ):
+        source_request(str(run.path), images, "w")
+    with pytest.raises(InputError, match="no run at 'runs/x'"):
+        source_request("runs/x", images, "w")
+    with pytest.raises(InputError, match="--checkpoint last is of a run, and 'model:deit' is none: give --weights"):
+        source_request("model:deit", last, "w")
 
 
 class Exporting:
@@ -270,6 +276,21 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     of_plan = {"plan": bundle.path / "engines" / "tensorrt.plan", "allow_uncertified": False}
     assert exporting.calls["triton"] == ((Path("runs/x.vitx"), Path("repository")), of_plan)
     assert "in 'repository/tiny' Triton runs the TensorRT plan, on the GPU" in capsys.readouterr().err
+
+
+def test_what_comes_after_the_bundle_is_checked_before_it(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An export may take hours, and its bundle would stand there with exit code 2."""
+    exporting = Exporting(monkeypatch, bundle)
+    (tmp_path / "o" / "1").mkdir(parents=True)
+    for options, message in (
+        (ExportOptions(sign=tmp_path / "none.pem"), r"none\.pem' is no private key of an elliptic curve"),
+        (ExportOptions(triton=tmp_path), "o' exists and is no Triton model: choose another folder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            export_certified("runs/x", tmp_path / "o.vitx", options, quiet=True)
+    assert exporting.calls == {}
 
 
 def test_an_uncertified_export_looks_at_no_images(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

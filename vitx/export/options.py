@@ -116,11 +116,18 @@ class ExportOptions(Options):
             raise ValueError(f"--arch {','.join(self.arch)} goes with --trt-rtx: --trt builds for this machine's GPU")
         if self.engine.plugin is not None and not self.trt:
             raise ValueError(f"--plugin {self.engine.plugin} goes with --trt: TensorRT alone takes it")
+        if not (self.trt or self.trt_rtx):
+            for name, field in EngineOptions.model_fields.items():
+                if getattr(self.engine, name) != field.default:
+                    flag = "--profiles" if name == "batches" else f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{flag} is of a plan, and none is built: leave it out, or add --trt or --trt-rtx")
         for name in self.outputs:
             if name not in OUTPUTS:
                 raise unknown_name("--output", name, OUTPUTS)
         if self.outputs and self.witness == 0:
             raise ValueError(f"--output {self.outputs[0]} is certified by the witness set: leave --witness none out")
+        if self.uncertified and self.witness:
+            raise ValueError(f"--witness {self.witness} is made with the certificate: leave --uncertified out")
         if self.calibration is not None and self.precision == "fp32" and self.for_ is None:
             raise ValueError(
                 f"--calibration-data {self.calibration} goes with a --precision below fp32 or --for cpu: leave it out"

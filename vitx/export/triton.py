@@ -53,8 +53,7 @@ def triton_repository(
     if info is not None:
         _check_plan_use(info, max_batch, device)
     target = out_dir / bundle.manifest.name
-    if target.exists() and not (target / CONFIG).is_file():
-        raise InputError(f"'{target}' exists and is no Triton model: choose another folder")
+    check_triton_model(target)
     kind = "KIND_GPU" if info is not None or device == "gpu" else "KIND_CPU"
     with staged_folder(target) as stage:
         (stage / "1").mkdir()  # the version of the model
@@ -67,6 +66,12 @@ def triton_repository(
             encoding="utf-8",
         )
     return target
+
+
+def check_triton_model(target: Path) -> None:
+    """Raise InputError when the folder of the model to write holds something else."""
+    if target.exists() and not (target / CONFIG).is_file():
+        raise InputError(f"'{target}' exists and is no Triton model: choose another folder")
 
 
 def model_config(

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
+from vitx.export.bundling import bundle_name
 from vitx.export.hub import check_hub_folder, write_hub_folder
+from vitx.export.triton import check_triton_model
 from vitx.parity.certification import certify_models, record_verdicts
 from vitx.parity.comparison import Comparison
 from vitx.parity.executables.listing import CANDIDATES, INT8, RUNTIMES_BY_DEFAULT
 from vitx.parity.executables.witness_set import add_witness
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle
-from vitx.parity.signature import sign_bundle
+from vitx.parity.signature import check_private_key, sign_bundle
 from vitx.parity.statistics import flips_allowed
 from vitx.parity.trace import failure_notes, measure_token_similarity
 from vitx.parity.verdict import check_image_count
@@ -48,7 +51,11 @@ def export_certified(
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
     if options.hub is not None:
         check_hub_folder(options.hub)
+    if options.sign is not None:
+        check_private_key(options.sign)
     out = Path(out or (f"{request.network}.vitx" if request.is_model else f"{target}.vitx"))
+    if options.triton is not None:
+        check_triton_model(options.triton / bundle_name(out))
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 
     runtimes = (*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ()))
@@ -73,9 +80,17 @@ def export_certified(
 
 
 def source_request(target: str, options: ExportOptions, weights: str) -> SourceRequest:
-    """What `vitx export` loads: `data` names the classes of a `model:`, and is the images of a run."""
-    data = options.data if target.startswith("model:") else None
-    return SourceRequest(target, which=options.checkpoint, weights=weights, data=data)
+    """What `vitx export` loads: `data` names the classes of a `model:`, and is the images of a run.
+
+    Raises InputError for weights of a run and a checkpoint of a `model:`, which would not be the ones exported.
+    """
+    request = SourceRequest(target, which=options.checkpoint, weights=weights, data=options.data)
+    if request.is_model and options.checkpoint != "best":
+        raise InputError(f"--checkpoint {options.checkpoint} is of a run, and '{target}' is none: give --weights FILE")
+    if not request.is_model and weights != "pretrained":
+        request.require_known()  # a network's name without `model:` is no run
+        raise InputError(f"--weights {weights} is of a model:NAME, and '{target}' is a run: choose with --checkpoint")
+    return request if request.is_model else replace(request, data=None)
 
 
 def sampling_plan(request: SourceRequest, data: str | None, max_flip_rate: float) -> SamplingPlan:

@@ -27,14 +27,23 @@ def sign_bundle(bundle: Bundle, private_key: Path) -> None:
     """
     import tempfile
 
-    signing = _package().signing.Config().set_hashing_config(_hashing(bundle.path))
-    try:
-        signing.use_elliptic_key_signer(private_key=private_key)
-    except (AttributeError, OSError, TypeError, ValueError) as error:  # AttributeError: an RSA key has no curve
-        raise InputError(f"'{private_key}' is no private key of an elliptic curve, in PEM: {error}") from None
+    signing = _signer(private_key).set_hashing_config(_hashing(bundle.path))
     with tempfile.TemporaryDirectory() as folder:
         signing.sign(bundle.path, Path(folder) / SIGNATURE)
         write_bytes(bundle.path / SIGNATURE, (Path(folder) / SIGNATURE).read_bytes())
+
+
+def check_private_key(private_key: Path) -> None:
+    """Raise what `sign_bundle` would raise of the key, before there is a bundle."""
+    _signer(private_key)
+
+
+def _signer(private_key: Path) -> Any:
+    signing = _package().signing.Config()
+    try:
+        return signing.use_elliptic_key_signer(private_key=private_key)
+    except (AttributeError, OSError, TypeError, ValueError) as error:  # AttributeError: an RSA key has no curve
+        raise InputError(f"'{private_key}' is no private key of an elliptic curve, in PEM: {error}") from None
 
 
 def require_signature(path: Path, public_key: Path) -> None:
