@@ -315,6 +315,13 @@ def test_unknown_precision() -> None:
         lower_precision(linear_graph(), "int4", random_images(MIN_IMAGES))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("base", ["fp16", "bf16"])
+def test_a_half_base_of_int8_is_not_for_a_cpu(base: Any) -> None:
+    """ONNX Runtime's rewriting of uint8 activations with half scales computes something else."""
+    with pytest.raises(InputError, match=f"base {base} of int8 is for target tensorrt"):
+        lower_precision(linear_graph(), "int8", random_images(MIN_IMAGES), target="cpu", base=base, quiet=True)
+
+
 def test_files_written_load_from_disk(int8: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(int8.graph, str(path))

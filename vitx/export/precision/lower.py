@@ -59,6 +59,8 @@ def lower_precision(
     _require_images(graph, images)
     if base != "fp32" and precision in HALVES:
         raise InputError(f"base {base} is of int8 and fp8: {precision} is its own")
+    if base != "fp32" and precision == "int8" and target == "cpu":
+        raise InputError(f"base {base} of int8 is for target tensorrt: ONNX Runtime's CPU computes another result")
     if precision == "int8" or precision == "fp8":
         lowered = quantize(
             graph, precision, images, target=target, base=base, bounds=bounds, accept=accept, quiet=quiet
