@@ -1,12 +1,16 @@
 """OpenVINO IR computes what the ONNX graph computes."""
 
+import errno
+import resource
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import timm
 
+from bundle_fixture import tiny_graph
 from reference import randomize
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
@@ -30,3 +34,17 @@ def test_ir_equals_the_graph(tmp_path: Path) -> None:
         (expected,) = session.run(None, {"images": images})
         scale = np.abs(expected).max()
         np.testing.assert_allclose(compiled([images])[0] / scale, expected / scale, atol=1e-4, rtol=0)
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    """Not as a crash of the compiler, for which the graph would be searched. A limit on files acts like a full disk."""
+    onnx.save(tiny_graph(), str(tmp_path / "model.onnx"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
