@@ -148,7 +148,6 @@ def test_arguments_of_a_network_stand_behind_its_name() -> None:
         ("384", 384),
         ("0.5", 0.5),
         ("True", True),
-        ("None", None),
         ("avg", "avg"),
         ("'avg'", "avg"),
         ("", ""),
@@ -179,12 +178,16 @@ def test_a_value_is_a_literal_or_a_text(text: str, value: Any) -> None:
             "--model-arg in_chans is no argument of 'deit_digits': leave it out, bundles classify RGB images",
         ),
         (
+            ["img_size=None"],
+            "--model-arg img_size=None: timm leaves out what is None, whatever its name: leave it out",
+        ),
+        (
             ["depth={1, 2}"],
-            "--model-arg depth={1, 2}: expected a number, text, True, False, None, or a list or dictionary of them",
+            "--model-arg depth={1, 2}: expected a number, text, True, False, or a list or dictionary of them",
         ),
         (
             ["depth=1e999"],
-            "--model-arg depth=1e999: expected a number, text, True, False, None, or a list or dictionary of them",
+            "--model-arg depth=1e999: expected a number, text, True, False, or a list or dictionary of them",
         ),
     ],
 )

@@ -136,6 +136,8 @@ def _parsed_arguments(network: str, given: Sequence[str]) -> dict[str, Any]:
         if key in NOT_OF_THE_NETWORK:
             raise InputError(f"--model-arg {key} is no argument of '{network}': {NOT_OF_THE_NETWORK[key]}")
         arguments[key] = _literal(argument, text)
+        if arguments[key] is None:
+            raise InputError(f"--model-arg {argument}: timm leaves out what is None, whatever its name: leave it out")
     return arguments
 
 
@@ -149,7 +151,7 @@ def _literal(argument: str, text: str) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
         raise InputError(
-            f"--model-arg {argument}: expected a number, text, True, False, None, or a list or dictionary of them"
+            f"--model-arg {argument}: expected a number, text, True, False, or a list or dictionary of them"
         ) from None
 
 
