@@ -62,6 +62,8 @@ def test_a_standard_stream_may_be_closed(tmp_path: Path, closed: str) -> None:
     [
         (errno.EACCES, 2, "error: cannot use 'there/file': Permission denied\n"),
         (errno.EPERM, 2, "error: cannot use 'there/file': Operation not permitted\n"),
+        (errno.EBUSY, 2, "error: cannot use 'there/file': Device or resource busy\n"),
+        (errno.ENOTEMPTY, 2, "error: cannot use 'there/file': Directory not empty\n"),
         (errno.EISDIR, 2, "error: cannot use 'there/file': Is a directory\n"),
         (errno.ENOSPC, 3, "error: cannot write 'there/file': No space left on device; what was there before is "),
         (errno.EROFS, 3, "error: cannot write 'there/file': Read-only file system; what was there before is "),

@@ -50,7 +50,10 @@ VERBS = {
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # A path that was given, or a file below it, is at fault.
-_NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+_NOT_USABLE = (
+    *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
+    *(errno.EBUSY, errno.ENOTEMPTY),  # a volume is mounted there, or another process was first
+)
 
 
 # Any in what follows: newer versions of typer hold click inside, older ones depend on it.
