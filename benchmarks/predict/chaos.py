@@ -1,14 +1,16 @@
 """`vitx predict` that is killed, stopped, left without disk, and started beside itself: every image once.
 
-    python benchmarks/predict/chaos.py [--images 20000] [--seeds 0,1,2] [--json FILE]
+    python benchmarks/predict/chaos.py [--images 20000] [--seeds 0,1,2] [--slow SECONDS] [--json FILE]
 
 A process predicts a folder of tiny images, one in 97 of them unreadable. At random moments it is killed (SIGKILL) and
 started again at once, or stopped for a while and woken; meanwhile others are started on the same output, half of them
 with --overwrite, all of which must be refused; and the disk is filled twice for a while (a small tmpfs: needs the right
 to mount; said in the result), on which the process must end with one error, and go on when there is room. The sessions
-are slowed down, so that there are shards to be interrupted. Exit code 1 when a row is missing, double or wrong.
+are slowed down, so that there are shards to be interrupted; --slow makes each process start and end slower, as on a
+busy machine. Exit code 1 when a row is missing, double or wrong.
 """
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -38,6 +40,8 @@ from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS, SUMMARY, predict
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import warm_up
+from vitx.predict.pipeline.lock import LOCK
+from vitx.predict.state import STATE
 from vitx.runtimes import Session, load_session
 
 # Imported once by the process that forks the workers: a new worker starts in a tenth of a second.
@@ -45,6 +49,7 @@ warm_up()
 BATCH, SHARD = 16, 64
 UNREADABLE_EVERY = 97
 SECONDS_A_BATCH = 0.02
+# Without a new part.
 DEADLINE = 240.0
 
 
@@ -63,8 +68,9 @@ class SlowSession(Session):
         return self._session.describe()
 
 
-def work(bundle: Path, folder: Path, out: Path, overwrite: bool = False) -> None:
+def work(bundle: Path, folder: Path, out: Path, slow: float, overwrite: bool = False) -> None:
     """With exit code 2 if it is refused, 3 if the disk is full."""
+    time.sleep(slow)
     opened = Bundle.open(bundle)
     options: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "top_k": 2, "decode_threads": 1}
     options |= {"overwrite": overwrite, "allow_uncertified": True}
@@ -77,6 +83,8 @@ def work(bundle: Path, folder: Path, out: Path, overwrite: bool = False) -> None
     except EnvironmentMissing as error:
         print(error, file=sys.stderr)
         sys.exit(3 if "is full" in str(error) else 1)
+    finally:
+        time.sleep(slow)
 
 
 def write_images(folder: Path, count: int) -> dict[str, str | None]:
@@ -111,8 +119,8 @@ def small_disk(path: Path, mebibytes: int) -> Iterator[bool]:
 class Chaos:
     """A worker and what happens to it."""
 
-    def __init__(self, bundle: Path, folder: Path, out: Path, seed: int, *, full_disks: int) -> None:
-        self._arguments = (bundle, folder, out)
+    def __init__(self, bundle: Path, folder: Path, out: Path, seed: int, *, full_disks: int, slow: float) -> None:
+        self._arguments = (bundle, folder, out, slow)
         self._out, self._random = out, random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["chaos", "onnxruntime"])
@@ -122,15 +130,19 @@ class Chaos:
         self._full_until = 0.0
         self._full_disks = full_disks
         self.events: Counter[str] = Counter()
+        # Parts when a worker was killed last, and whether there were as many when the one before it was killed.
+        self._parts, self._in_vain = 0, False
         self._worker = self._start()
 
     def run(self) -> None:
         """Until every shard is done; raise TimeoutError when that takes too long, RuntimeError if a worker fails."""
-        deadline = time.monotonic() + DEADLINE
+        deadline, before = time.monotonic() + DEADLINE, 0
         try:
             while self._full_until or self._worker.exitcode != 0:
+                if (made := self._made()) > before:
+                    deadline, before = time.monotonic() + DEADLINE, made
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"not done after {DEADLINE} s: {dict(self.events)}")
+                    raise TimeoutError(f"no new part in {DEADLINE} s: {dict(self.events)}")
                 self._worker.join(self._random.uniform(0.1, 1.0))
                 self._disk()
                 self._strike()
@@ -152,27 +164,53 @@ class Chaos:
             if self._worker.exitcode not in (0, -signal.SIGKILL):
                 raise RuntimeError(f"the worker ended with {self._worker.exitcode}")
         elif not self.events["killed"] or self._random.random() < 0.6:
-            self._worker.kill()
-            self._worker.join()
-            self.events["killed"] += 1
+            self._kill()
         else:
-            assert self._worker.pid is not None
-            os.kill(self._worker.pid, signal.SIGSTOP)
+            self._stop()
             if self._holds():
                 rival = self._start(overwrite=self._random.random() < 0.5)
                 rival.join()
                 if rival.exitcode != 2:
                     raise RuntimeError(f"a second process was not refused: {rival.exitcode}")
                 self.events["stopped, and another refused"] += 1
-            os.kill(self._worker.pid, signal.SIGCONT)
+            self._send(signal.SIGCONT)
         if self._worker.exitcode == -signal.SIGKILL:
             self._worker = self._start()
 
+    def _kill(self) -> None:
+        """Kill the worker, unless the last two made no part between them: a slow machine would never be done."""
+        made = self._made()
+        in_vain = made == self._parts
+        if in_vain and self._in_vain:
+            return
+        self._worker.kill()
+        self._worker.join()
+        self._parts, self._in_vain = made, in_vain
+        self.events["killed"] += 1
+
+    def _made(self) -> int:
+        return len(list((self._out / PREDICTIONS).glob("part-*")))
+
+    def _stop(self) -> None:
+        """Return when the worker is stopped, which it need not be yet when the signal is sent; it may have ended."""
+        self._send(signal.SIGSTOP)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            while Path(f"/proc/{self._worker.pid}/stat").read_text().rpartition(") ")[2][0] not in "TZX":
+                time.sleep(0.001)
+
+    def _send(self, number: int) -> None:
+        assert self._worker.pid is not None
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(self._worker.pid, number)
+
     def _holds(self) -> bool:
         """Whether the worker, which is stopped, has the lock; it may have been starting, or ending."""
-        lock = self._out / ".vitx" / "lock"
-        named = lock.exists() and lock.read_text().startswith(f"process {self._worker.pid} on ")
-        return named and not (self._out / SUMMARY).exists()
+        with suppress(FileNotFoundError), (self._out / STATE / LOCK).open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     def _disk(self) -> None:
         now = time.monotonic()
@@ -208,7 +246,7 @@ def unreadable(expected: dict[str, str | None]) -> int:
     return sum(name is None for name in expected.values())
 
 
-def chaos(images: int, seed: int, scratch: Path) -> dict[str, Any]:
+def chaos(images: int, seed: int, scratch: Path, slow: float = 0.0) -> dict[str, Any]:
     """One run; the result names what happened to the workers, and what was wrong in the output."""
     expected = write_images(scratch / "images", images)
     bundle = write_bundle(scratch / "tiny.vitx")
@@ -216,7 +254,7 @@ def chaos(images: int, seed: int, scratch: Path) -> dict[str, Any]:
     out = scratch / "disk" / "out"
     with small_disk(scratch / "disk", 16) as mounted:
         out.mkdir()
-        run = Chaos(bundle.path, scratch / "images", out, seed, full_disks=2 if mounted else 0)
+        run = Chaos(bundle.path, scratch / "images", out, seed, full_disks=2 if mounted else 0, slow=slow)
         run.run()
         wrong = check(out, expected)
     seconds = time.perf_counter() - started
@@ -227,11 +265,12 @@ def main() -> None:
     parser = command_line(__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=20_000)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--slow", type=float, default=0.0)
     options = parser.parse_args()
     runs = []
     for seed in map(int, options.seeds.split(",")):
         with tempfile.TemporaryDirectory(prefix="vitx-chaos-") as scratch:
-            runs.append(chaos(options.images, seed, Path(scratch)))
+            runs.append(chaos(options.images, seed, Path(scratch), options.slow))
         print(json.dumps(runs[-1]), flush=True)
     save_report({**report_header(), "chaos": runs}, options.json)
     sys.exit(any(count for run in runs for count in run["wrong"].values()))

@@ -1,5 +1,6 @@
 """Every kind of input gives the rows of its images; all else in it is left out or becomes a row with an error."""
 
+import importlib
 import io
 import os
 import subprocess
@@ -8,6 +9,7 @@ import tarfile
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
 from vitx.predict.options import WHOLE, PredictOptions
 from vitx.predict.outputs.parts import Part, PartWriter, rank
 
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "predict" / "chaos.py"
 IMAGES = {f"{index:02d}.png": png(colour_image(index % 4, np.random.default_rng(index))) for index in range(12)}
 
 
@@ -410,10 +413,31 @@ def test_command_on_a_list_with_logits(tiny_bundle: Bundle, folder: Path, tmp_pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, forkserver, tmpfs")
-def test_chaos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", ["0", "0.3"])
+def test_chaos(tmp_path: Path, slow: str) -> None:
     """It is killed, stopped, and runs out of disk if a tmpfs can be mounted: 1,200 images, each once."""
-    script = Path(__file__).parents[2] / "benchmarks" / "predict" / "chaos.py"
-    command = [sys.executable, str(script), "--images", "1200", "--seeds", "0"]
+    command = [sys.executable, str(CHAOS), "--images", "1200", "--seeds", "0", "--slow", slow]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert '"killed"' in finished.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="flock")
+def test_chaos_knows_a_worker_that_ends_from_one_that_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may take the lock of one whose name is still in the file."""
+    import fcntl
+
+    monkeypatch.syspath_prepend(str(CHAOS.parent))
+    chaos = importlib.import_module("chaos").Chaos
+    run = chaos.__new__(chaos)
+    run._out, run._worker = tmp_path, SimpleNamespace(pid=os.getpid())
+    assert not run._holds()
+    (tmp_path / ".vitx").mkdir()
+    path = tmp_path / ".vitx" / "lock"
+    path.write_text(f"process {os.getpid()} on a machine")
+    assert not run._holds()
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run._holds()
