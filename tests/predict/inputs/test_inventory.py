@@ -133,6 +133,15 @@ def test_an_input_without_images_says_what_was_looked_for(tmp_path: Path, name: 
         inventory(tmp_path / name, tmp_path)
 
 
+def test_an_input_of_files_in_subfolders_says_how_to_name_them(tmp_path: Path) -> None:
+    (tmp_path / "year=1").mkdir()
+    (tmp_path / "year=1" / ".a.tar").touch()
+    (tmp_path / "year=1" / "b.tar").touch()
+    with pytest.raises(InputError, match=r"; year=1/b\.tar is below it: name such files by a pattern, '.*/\*\*/\*'$"):
+        inventory(tmp_path, tmp_path)
+    assert inventory(tmp_path / "**" / "*", tmp_path).shards == (Shard("tar", f"{tmp_path}/year=1/b.tar"),)
+
+
 def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_IMAGE_BYTES", 6)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:

@@ -93,6 +93,8 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     """
     source = source if stores.is_url(source) else source.rstrip("/") or "/"
     containers: list[str] = []
+    # The first tar or Parquet file that is skipped for its place.
+    below: list[str] = []
     skipped = SkippedNames()
     # Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it.
     file = stores.is_image_name(source) or source.lower().endswith((*CONTAINER_NAMES, *LIST_NAMES))
@@ -101,6 +103,8 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     def beside(name: str) -> None:
         taken = name.lower().endswith(CONTAINER_NAMES) and not (folder and (name.startswith(".") or "/" in name))
         containers.append(name) if taken else skipped.add(name)
+        if not (taken or below or stores.is_hidden(name)) and name.lower().endswith(CONTAINER_NAMES):
+            below.append(name)
 
     named: Source = "folder"
     if folder:
@@ -117,7 +121,8 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
-        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+        more = "".join(f"; {name} is below it: name such files by a pattern, '{source}/**/*'" for name in below)
+        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too{more}")
     if units and len(refused) == len(units) and not count:
         raise refused[0]
     if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
