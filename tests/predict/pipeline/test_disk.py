@@ -1,13 +1,21 @@
-"""A full disk: which errors say so, and that one error names the remedy."""
+"""A disk that is full or gone: which errors say so, and that one error names the remedy."""
 
 import errno
+import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from bundle_fixture import NumpySession, colour_image, png
+from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing
-from vitx.predict.pipeline.disk import full_disk_explained, is_full
+from vitx.core.preprocess import UInt8Array
+from vitx.predict import predict
+from vitx.predict.options import PredictOptions
+from vitx.predict.pipeline.disk import full_disk_explained, is_full, lost_disk_explained
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -44,3 +52,31 @@ def test_errors_of_a_full_disk(error: Exception, full: bool, tmp_path: Path) -> 
         f"the disk of '{tmp_path}' is full ({error}): make room and run the same command again; "
         "finished shards are kept"
     )
+
+
+def test_a_full_disk_is_no_lost_one(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as raised, lost_disk_explained(tmp_path):
+        raise FULL
+    assert raised.value is FULL
+
+
+@pytest.mark.parametrize("predicted", [1, 6])
+def test_a_folder_that_is_gone_is_one_error(tiny_bundle: Bundle, tmp_path: Path, predicted: int) -> None:
+    """While a part is begun, and when the last one is to get its name."""
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for number in range(6):
+        (images / f"{number}.png").write_bytes(png(colour_image(0, np.random.default_rng(number))))
+
+    class Removing(NumpySession):
+        calls = 0
+
+        def _infer(self, images: UInt8Array) -> Any:
+            self.calls += 1
+            if self.calls == predicted:
+                shutil.rmtree(out)
+            return super()._infer(images)
+
+    options = PredictOptions(shard_size=1, batch_size=1)
+    with pytest.raises(EnvironmentMissing, match=rf"^cannot write to '{out}' any more \(.*finished shards are kept$"):
+        predict(tiny_bundle, Removing(), images, out, options, quiet=True)

@@ -1,4 +1,4 @@
-"""A full disk is one error at once: what was recorded stays, and the same command goes on from there."""
+"""A full or lost disk is one error at once: what was recorded stays, and the same command goes on from there."""
 
 import errno
 import sqlite3
@@ -27,4 +27,18 @@ def full_disk_explained(out: Path) -> Iterator[None]:
             raise
         raise EnvironmentMissing(
             f"the disk of '{out}' is full ({error}): make room and run the same command again; finished shards are kept"
+        ) from error
+
+
+@contextmanager
+def lost_disk_explained(out: Path) -> Iterator[None]:
+    """Raise EnvironmentMissing, which says how to go on, where the block cannot write to `out` for any other reason."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise EnvironmentMissing(
+            f"cannot write to '{out}' any more ({error}): when the folder is there again, and can be written, run the "
+            "same command again; finished shards are kept"
         ) from error

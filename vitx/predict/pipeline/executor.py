@@ -9,6 +9,7 @@ from vitx.core.console import Progress
 from vitx.predict.ledger import Claim, Ledger
 from vitx.predict.outputs.mirror import Mirror
 from vitx.predict.outputs.parts import PREDICTIONS, Part
+from vitx.predict.pipeline.disk import lost_disk_explained
 from vitx.predict.pipeline.stages import busiest
 from vitx.predict.pipeline.worker import Job, Worker
 from vitx.runtimes.session import Session
@@ -34,14 +35,15 @@ class Output:
         self._predicted = self._images = self._shards = 0
 
     def commit(self, claim: Claim, part: Part) -> None:
-        """Raises EnvironmentMissing if the store does not take the file."""
+        """Raises EnvironmentMissing if the store does not take the file, or the folder."""
 
         def publish() -> None:
             if self._mirror is not None:  # first: what has its name in the folder is in the store
                 self._mirror.put(part.temporary, f"{PREDICTIONS}/{part.path.name}")
             part.publish()
 
-        self._ledger.commit(claim, part.record, publish)
+        with lost_disk_explained(part.path.parents[1]):
+            self._ledger.commit(claim, part.record, publish)
         self._images += part.record.images
         self._shards += 1
 

@@ -21,6 +21,7 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, output_schema, part_path, rank
+from vitx.predict.pipeline.disk import lost_disk_explained
 from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer
 from vitx.runtimes.session import LOGITS, Float32Array, Session
 
@@ -127,7 +128,7 @@ class Worker:
         """Work on all shards; `commit` takes their finished files in order. May be called in several threads at once.
 
         predicted: called with the number of images of each batch that was written. Raises CheckFailed for an unreadable
-        image of a strict job, OSError if a file cannot be written.
+        image of a strict job, EnvironmentMissing if a file cannot be written, OSError if the disk is full.
         """
         per_batch = -(-self.job.options.batch_size // self._slice_size)
         stopped = threading.Event()
@@ -243,7 +244,7 @@ class Worker:
         try:
             for reading, batch in inferred:
                 done: int | Part
-                with self.timer.busy("write"):
+                with self.timer.busy("write"), lost_disk_explained(job.out):
                     writer = writer or PartWriter(job.out, reading.claim.id, job.labels, schema, job.columns.schema)
                     if batch is not None:
                         writer.add(self._rows(batch))
