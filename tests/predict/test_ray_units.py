@@ -140,3 +140,23 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     ((listing, names),) = seen
     assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
     assert not listing.exists()
+
+
+def test_what_ray_cannot_do_on_a_node_is_one_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a node without vitx: Ray gives the traceback of its worker."""
+    from ray.exceptions import RayError
+
+    lost = "ModuleNotFoundError: No module named 'vitx'"
+    text = f"The actor died: ray::Map() (pid=1570, ip=10.0.0.3, actor_id=e4)\n  File x\n{lost}\n"
+
+    class Failing:
+        def iter_batches(self, **_: Any) -> Iterator[Any]:
+            raise RayError(text)
+            yield
+
+    with pytest.raises(EnvironmentMissing) as raised:
+        list(pool._finished([], Failing()))
+    assert str(raised.value) == (
+        f"Ray cannot work on the node 10.0.0.3: {lost}. Every node needs the same Python, Ray and vitx; "
+        "finished shards are kept"
+    )

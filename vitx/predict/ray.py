@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ with naming_extra("ray"):
     import ray
     import ray.data
     from ray.data import Dataset
+    from ray.exceptions import RayError
 
 # Shards of one dataset. Each dataset starts its actors anew, so this is large.
 SHARDS_PER_DATASET = 10_000
@@ -236,7 +238,7 @@ def _finished(claims: list[Claim], dataset: Dataset) -> Generator[Finished, None
     batches = cast(
         "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))
     )
-    with closing(batches):  # closing ends the actors, also after an error
+    with closing(batches), _ray_explained():  # closing ends the actors, also after an error
         for result in (result for batch in batches for result in batch[RESULT]):
             if isinstance(result, VitxError):
                 raise result
@@ -253,6 +255,20 @@ def _finished(claims: list[Claim], dataset: Dataset) -> Generator[Finished, None
             f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
             "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
         )
+
+
+@contextmanager
+def _ray_explained() -> Iterator[None]:
+    """Raise EnvironmentMissing, which names the node, where Ray says in a traceback what it could not do there."""
+    try:
+        yield
+    except RayError as error:
+        text = str(error)
+        node = re.search(r"\bip=([^,)\s]+)", text)
+        raise EnvironmentMissing(
+            f"Ray cannot work on {f'the node {node[1]}' if node else 'a node'}: {text.strip().splitlines()[-1]}. Every "
+            "node needs the same Python, Ray and vitx; finished shards are kept"
+        ) from None
 
 
 def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: PoolSize) -> Dataset:
@@ -281,7 +297,7 @@ def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: Poo
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
     """Within the block this process is a driver of the cluster at `address`, unless it is connected to one already."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its tracebacks are one line, see `_ray_explained`
     if ray.is_initialized():
         yield
         return
