@@ -59,12 +59,21 @@ def test_another_cluster_gets_no_options_of_a_local_one(ray: Ray, monkeypatch: p
 
 
 @pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("gone"), ValueError("gone")])
-def test_a_cluster_that_cannot_be_joined_is_named(ray: Ray, error: Exception) -> None:
+def test_a_cluster_that_cannot_be_joined_is_named(ray: Ray, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     ray.fails = error
     with pytest.raises(EnvironmentMissing) as caught, joined("auto"):
         pass
     assert str(caught.value) == "no Ray cluster at 'auto': gone"
     assert "shutdown" not in ray.calls
+
+
+def test_a_cluster_that_may_ask_for_a_token_is_told_how(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    ray.fails = ConnectionError("gone")
+    with pytest.raises(EnvironmentMissing) as caught, joined("auto"):
+        pass
+    assert str(caught.value) == ("no Ray cluster at 'auto': gone. If it asks for Ray's token, set RAY_AUTH_MODE=token")
 
 
 @pytest.mark.parametrize(

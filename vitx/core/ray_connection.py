@@ -28,7 +28,10 @@ def joined(address: str, *, log_to_driver: bool = True, **local_options: Any) ->
     try:
         ray.init(address, log_to_driver=log_to_driver, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
+        # Ray does not say so. `ray start` asks for one where an earlier cluster of this user has left it.
+        may_ask = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+        hint = ". If it asks for Ray's token, set RAY_AUTH_MODE=token" if may_ask else ""
+        raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}{hint}") from None
     try:
         yield
     finally:
