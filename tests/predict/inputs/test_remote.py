@@ -264,3 +264,17 @@ def test_a_listing_that_stalls_is_given_up(waits: list[float], monkeypatch: pyte
         assert version_of(f"{url}/a.png") is None
         release.set()
     assert waits == [0.2, 1.0] * 2
+
+
+def test_a_reason_is_one_line_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp quotes what came instead of HTTP."""
+    monkeypatch.setattr(remote, "REMOTE_WAITS", ())
+
+    def fails() -> None:
+        raise ValueError("400, message:\n  Bad status line:\n" + "\\x00" * 2000)
+
+    with pytest.raises(ImageError) as raised:
+        remote.attempts(fails, "cannot read the object")
+    start = "cannot read the object: ValueError: 400, message: Bad status line: \\x00"
+    assert str(raised.value).startswith(start)
+    assert len(str(raised.value)) == len("cannot read the object: ValueError: ") + 300

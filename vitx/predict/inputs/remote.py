@@ -23,6 +23,8 @@ T = TypeVar("T")
 MAX_IMAGE_BYTES = 4 * MAX_PIXELS
 # What is asked for at once of a larger file.
 BLOCK_BYTES = 4 << 20
+# Characters of a store's error that go into a row.
+MAX_REASON = 300
 # Seconds to wait before the second and the third attempt.
 REMOTE_WAITS = (0.2, 1.0)
 # Seconds for an image, a block or a question; for the listing of a folder, each page of which fsspec's packages limit;
@@ -133,7 +135,8 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
                 raise cause if isinstance(cause, PermissionError) else error from None
             if wait is None or time.monotonic() > end:
                 shown = cause if _is_http_error(cause) else error
-                raise ImageError(f"{problem}: {type(shown).__name__}: {shown}") from None
+                text = " ".join(str(shown).split())[:MAX_REASON]  # a library may quote kilobytes of an answer
+                raise ImageError(f"{problem}: {type(shown).__name__}: {text}") from None
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
