@@ -287,12 +287,13 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
     if twins:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
     for name in (*listed, MANIFEST, CERTIFICATE, LATENCY, SIGNATURE):
+        path = folder / name
         try:
-            inside = _names_a_file(name, listed) and (folder / name).resolve().is_relative_to(folder.resolve())
-        except (OSError, RuntimeError):  # a link to itself
+            inside = _names_a_file(name, listed) and path.resolve().is_relative_to(folder.resolve())
+        except (OSError, RuntimeError):  # a link to itself, which Python 3.13 resolves
             inside = False
-        if not inside:
-            raise InputError(f"{folder / name} leads out of the bundle: expected a file in it")
+        if not inside or (path.is_symlink() and not path.exists()):
+            raise InputError(f"{path} leads out of the bundle: expected a file in it")
     found = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     names = {path.relative_to(folder).as_posix() for path in found} - listed.keys()
     unknown = sorted(name for name in names if not _may_be_unlisted(name))
