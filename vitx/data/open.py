@@ -49,12 +49,13 @@ def has_splits(root: Path) -> bool:
 
     if any((root / split).is_dir() for split in ("train", "val")):
         return True
-    # A table or an archive beside images makes no set of them.
-    return not list_images(root) and (
+    in_files = (
         cifar.find_folder(root) is not None
         or hugging_face.is_hugging_face(root)
         or any(bool(webdataset.find_shards(str(root), name)) for name in SPLIT_NAMES)
     )
+    # A table or an archive beside images makes no set of them. Asked last, because it walks the whole folder.
+    return in_files and not list_images(root)
 
 
 def folder_of(data: str) -> Path:

@@ -77,7 +77,7 @@ class Repository:
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """Triton's repository index: name, version, state, reason; with `ready` only models that are."""
         entries = []
-        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_by_version):
+        for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
             model, refusal = self._models.loaded(key), self._refusals.get(key, "")
             fault = (refusal or "unloaded") if model is None else model.fault
             state, reason = "UNAVAILABLE" if fault else "READY", fault or refusal
