@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lease_steps.step_report import Report
 from support.gpu_timing import SETS, Call, timed
-from vitx.models.flash.reattention import CANDIDATES, Mixes, forced_tiles, plain_reattention, reattention
+from vitx.models.flash.reattention import Mixes, plain_reattention, reattention
 
 Shape = tuple[int, int, int, int]  # B, H, N, K
 
@@ -82,6 +82,25 @@ class Operation:
         q, k, v = self.qkv[number]
         return reattention(q, k, v, self.mixes, self.scale, impl="flash")
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        assert self.mixes.bias is not None
+        return [part.detach().requires_grad_() for part in (self.mixes.weight, self.mixes.bias)]
+
+    def flash_form(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, scale: float) -> Tensor:
+        return reattention(q, k, v, Mixes(weight, bias), scale, impl="flash")
+
+    def both(self, function: Callable[..., Tensor], mixes: list[Tensor]) -> Call:
+        """Forward and backward, the gradients of the mixes included."""
+        sets = [[part.detach().requires_grad_() for part in qkv] for qkv in self.qkv]
+        ones = torch.ones(self.shape, device=self.device, dtype=torch.float16)
+
+        def call(number: int) -> Any:
+            out = function(*sets[number], *mixes, self.scale)
+            return torch.autograd.grad(out, [*sets[number], *mixes], ones)
+
+        return call
+
     def form(self, function: Callable[..., Tensor]) -> Call:
         return lambda number: function(*self.qkv[number], *self.half, self.scale)
 
@@ -99,21 +118,10 @@ class Operation:
         return call
 
 
-def by_tiles(call: Call, device: str) -> dict[str, Any]:
-    """Times with the default tiles, and with each candidate."""
-    times: dict[str, Any] = {"chosen": timed(call, device)}
-    for tiles in CANDIDATES:
-        with forced_tiles(tiles):
-            times[" ".join(map(str, tiles))] = timed(call, device)
-    return times
-
-
-def flash_rows(report: Report, title: str, operation: Operation) -> float:
-    """Every candidate in the report; returns the time of the default tiles."""
-    times = by_tiles(operation.flash, report.device)
-    best = dict(sorted(times.items(), key=lambda entry: (entry[0] != "chosen", entry[1].get("ms", 1e9)))[:5])
-    report.row(f"{title} flash", times, f"{title} {operation.shape} flash by tiles, ms: {format_times(best)}")
-    return float(times["chosen"].get("ms", "nan"))
+def flash_row(report: Report, title: str, operation: Operation) -> None:
+    row, limit = timed(operation.flash, report.device), limit_ms(report, operation.shape)
+    told = f"{title} {operation.shape} ms: {format_times({'flash': row})}" + (f", limit {limit:.3f}" if limit else "")
+    report.row(f"{title} flash", {**row, "limit_ms": limit}, told)
 
 
 def floor_rows(report: Report, title: str, operation: Operation) -> None:
@@ -139,14 +147,14 @@ def format_times(times: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {row['ms']:.3f}" if "ms" in row else f"{name}: refused" for name, row in times.items())
 
 
-def verdict(report: Report, title: str, shape: Shape, flash: float, compiled: dict[tuple[str, str], float]) -> None:
-    """Flash over the best of torch.compile, and how near it is to what the measured ceilings allow."""
+def verdict(report: Report, title: str, shape: Shape, compiled: dict[tuple[str, str], float]) -> None:
+    """Flash over the best of torch.compile."""
+    flash = float(report.rows_of("operation").get(f"{title} flash", {}).get("ms", "nan"))
     best = min(compiled, key=lambda key: compiled[key]) if compiled else None
     over = compiled[best] / flash if best else float("nan")
-    limit = limit_ms(report, shape)
-    row = {"flash_ms": flash, "best_compiled": best, "over_best_compiled": over, "limit_ms": limit}
+    row = {"flash_ms": flash, "best_compiled": best, "over_best_compiled": over}
     told = f"{title} {shape}: flash {flash:.3f} ms, × {over:.2f} of the best torch.compile ({' '.join(best or ())})"
-    report.row(f"{title} verdict", row, told + (f"; limit {limit:.3f} ms" if limit else ""))
+    report.row(f"{title} verdict", row, told)
 
 
 def limit_ms(report: Report, shape: Shape) -> float | None:
@@ -161,61 +169,64 @@ def limit_ms(report: Report, shape: Shape) -> float | None:
     return 1e3 * max(operations / product, moved / copy)
 
 
-@torch.no_grad()
 def operation(report: Report) -> None:
-    """The published shape in every form."""
+    """The kernels at every published shape, forward and with backward, and PyTorch's attention without the mix."""
+    for title, shape in shapes(report).items():
+        subject = Operation(shape, report.device)
+        with torch.no_grad():
+            flash_row(report, title, subject)
+            floor_rows(report, title, subject)
+        row = timed(subject.both(subject.flash_form, subject.leaves), report.device)
+        report.row(f"{title} both", row, f"{title} forward + backward, ms: {format_times({'flash': row})}")
+        kernel_rows(report, title, subject)
+
+
+def kernel_rows(report: Report, title: str, operation: Operation) -> None:
+    """Microseconds of each kernel of a pass forward and backward, by PyTorch's profiler."""
+    if report.rehearsed:
+        return
+    call = operation.both(operation.flash_form, operation.leaves)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for number in range(8):
+            call(number % SETS)
+        torch.cuda.synchronize()
+    found: Any = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    times = {entry.key: [entry.self_device_time_total / 8, entry.count / 8] for entry in found}
+    told = ", ".join(f"{name[:24]} {micro:.0f}" for name, (micro, _) in list(times.items())[:8])
+    report.row(f"{title} kernels", times, f"{title} kernels, µs: {told}")
+
+
+@torch.no_grad()
+def compiled(report: Report) -> None:
+    """The published shape by torch.compile, in every form."""
     shape = shapes(report)["16b"]
     subject = Operation(shape, report.device)
-    flash = flash_rows(report, "16b", subject)
-    floor_rows(report, "16b", subject)
     report.row("16b eager", {form: timed(subject.form(function), report.device) for form, function in FORMS.items()})
     wanted = [(form, mode) for mode in MODES for form in FORMS]
     times = compiled_rows(report, "16b", subject, wanted)
     report.row("order", [list(key) for key in sorted(times, key=lambda key: times[key])])
-    verdict(report, "16b", shape, flash, times)
+    verdict(report, "16b", shape, times)
 
 
 @torch.no_grad()
 def other_shapes(report: Report) -> None:
-    """The other published shapes, against the two best forms of the first; what needs no compiler comes first."""
-    order = report.rows_of("operation").get("order") or [["bmm", "tuned"], ["bmm", "default"]]
+    """The other published shapes, by the two best forms of the first."""
+    order = report.rows_of("compiled").get("order") or [["bmm", "tuned"], ["bmm", "default"]]
     best = [(form, mode) for form, mode in order[:2]]
-    subjects = {title: Operation(shape, report.device) for title, shape in list(shapes(report).items())[1:]}
-    flash = {title: flash_rows(report, title, subject) for title, subject in subjects.items()}
-    for title, subject in subjects.items():
-        floor_rows(report, title, subject)
-    for title, subject in subjects.items():
-        times = compiled_rows(report, title, subject, best)
-        verdict(report, title, subject.shape, flash[title], times)
+    for title, shape in list(shapes(report).items())[1:]:
+        times = compiled_rows(report, title, Operation(shape, report.device), best)
+        verdict(report, title, shape, times)
 
 
 def backward(report: Report) -> None:
-    """Forward and backward together, as training runs them, the mixes' gradients included."""
-    shape = shapes(report)["16b"]
-    subject = Operation(shape, report.device)
-    leaves = [[part.detach().requires_grad_() for part in qkv] for qkv in subject.qkv]
-    ones = torch.ones(shape, device=report.device, dtype=torch.float16)
-
-    def both(function: Callable[..., Tensor], mixes: list[Tensor]) -> Call:
-        def call(number: int) -> Any:
-            out = function(*leaves[number], *mixes, subject.scale)
-            return torch.autograd.grad(out, [*leaves[number], *mixes], ones)
-
-        return call
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, scale: float) -> Tensor:
-        return reattention(q, k, v, Mixes(weight, bias), scale, impl="flash")
-
-    assert subject.mixes.bias is not None
-    mixes = [part.detach().requires_grad_() for part in (subject.mixes.weight, subject.mixes.bias)]
+    """Forward and backward together by torch.compile, as training runs them, the mixes' gradients included."""
+    subject = Operation(shapes(report)["16b"], report.device)
     half = [part.detach().requires_grad_() for part in subject.half]
-    ours = {"flash": timed(both(flash, mixes), report.device)}
-    report.row("flash", ours, f"{shape} forward + backward, ms: {format_times(ours)}")
-    order = report.rows_of("operation").get("order") or [["bmm", "default"]]
-    theirs: dict[str, Any] = {}
+    order = report.rows_of("compiled").get("order") or [["bmm", "default"]]
+    times: dict[str, Any] = {}
     for form, mode in order[:2]:
         torch.compiler.reset()
-        compiled = torch.compile(FORMS[form], mode=MODES[mode], dynamic=False)
-        theirs[f"{form} {mode}"] = timed(both(compiled, half), report.device)
-        report.row("compiled", theirs)
-    report.row("compiled", theirs, f"{shape} forward + backward, torch.compile, ms: {format_times(theirs)}")
+        function = torch.compile(FORMS[form], mode=MODES[mode], dynamic=False)
+        times[f"{form} {mode}"] = timed(subject.both(function, half), report.device)
+        report.row("compiled", times)
+    report.row("compiled", times, f"{subject.shape} forward + backward, torch.compile, ms: {format_times(times)}")

@@ -12,24 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lease_steps.attention_forms import SHAPES, TOYS, Shape, backward, both_passes, operands, operation, other_shapes
+from lease_steps.attention_forms import (
+    SHAPES,
+    TOYS,
+    Shape,
+    backward,
+    both_passes,
+    compiled,
+    operands,
+    operation,
+    other_shapes,
+)
 from lease_steps.cuda_tools import profile, sanitizers, tool
 from lease_steps.step_report import Report, of_peak, run_step
+from lease_steps.tile_sweep import compile_sweep, other_sweep, tiles_sweep
 from support.gpu_timing import SETS, first_line, milliseconds
 from support.triton_interpreter import patch_interpreter
 from vitx.core.machine import installed_versions
-from vitx.models.flash.reattention import (
-    CANDIDATES,
-    INTERPRETED,
-    Mixes,
-    Tiles,
-    forced_tiles,
-    plain_reattention,
-    reattention,
-)
+from vitx.models.flash.reattention import INTERPRETED, Mixes, plain_reattention, reattention
 
-# A shape, a dtype, and the tiles that are forced.
-Job = tuple[Shape, str, Tiles | None]
+# A shape and a dtype.
+Job = tuple[Shape, str]
 CHECKED: tuple[Shape, ...] = (*SHAPES.values(), (8, 16, 197, 64))
 CHECKED_TOYS: tuple[Shape, ...] = (*TOYS.values(), (1, 16, 17, 64))
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # bfloat16 has three bits less
@@ -78,11 +81,10 @@ def ceilings(report: Report) -> None:
 def compile_kernels(report: Report) -> None:
     """Compile every kernel that later steps run, in parallel: they then find it in Triton's cache.
 
-    Both passes at every shape and dtype, then what a sweep tries forward; the batch size is no part of a kernel.
+    Both passes at every shape and dtype; the batch size is no part of a kernel.
     """
-    jobs: list[Job] = [((2, *shape[1:]), dtype, None) for shape in CHECKED for dtype in ("float16", "bfloat16")]
-    jobs += [((2, *SHAPES[title][1:]), "float16", tiles) for title in ("16b", "S") for tiles in CANDIDATES]
-    jobs = [((1, 12, 9, 32), "float16", CANDIDATES[0])] if report.rehearsed else jobs
+    jobs: list[Job] = [((2, *shape[1:]), dtype) for shape in CHECKED for dtype in ("float16", "bfloat16")]
+    jobs = [((1, 12, 9, 32), "float16")] if report.rehearsed else jobs
     workers = min(14, len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=patch_interpreter) as pool:
         problems = list(pool.map(partial(compile_one, report.device), jobs))
@@ -93,15 +95,9 @@ def compile_kernels(report: Report) -> None:
 
 def compile_one(device: str, job: Job) -> str:
     """Run the kernels once; returns the error, empty for none."""
-    shape, name, tiles = job
-    dtype = getattr(torch, name)
+    shape, name = job
     try:
-        if tiles is None:
-            both_passes(shape, dtype, device)
-        else:
-            (q, k, v), mixes = operands(shape, dtype, device)
-            with forced_tiles(tiles):
-                reattention(q, k, v, mixes, shape[-1] ** -0.5, impl="flash").sum().item()
+        both_passes(shape, getattr(torch, name), device)
     except Exception as error:  # noqa: BLE001  # Triton's refusals share no base class; a row says which
         return first_line(error)
     return ""
@@ -165,10 +161,14 @@ STEPS: dict[str, Callable[[Report], None]] = {
     "compile": compile_kernels,
     "correctness": correctness,
     "operation": operation,
+    "compiled": compiled,
     "profile": profile,
     "sanitizers": sanitizers,
     "backward": backward,
     "shapes": other_shapes,
+    "compile_sweep": compile_sweep,
+    "sweep": tiles_sweep,
+    "other_sweep": other_sweep,
 }
 
 if __name__ == "__main__":

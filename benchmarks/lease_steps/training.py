@@ -64,12 +64,12 @@ def speed(report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_photographs(folder, 64 if report.rehearsed else FILES, different=256, evaluation=16)
-        for recipe_name in RECIPES:
-            for title, more in {
-                "published": [],
-                "crops, flips": ["augmentation.auto_augment=", "augmentation.erasing=0"],
-                "compiled": ["augmentation.auto_augment=", "augmentation.erasing=0", "execution.compile=true"],
-            }.items():
+        for title, more in {
+            "published": [],
+            "crops, flips": ["augmentation.auto_augment=", "augmentation.erasing=0"],
+            "compiled": ["augmentation.auto_augment=", "augmentation.erasing=0", "execution.compile=true"],
+        }.items():
+            for recipe_name in RECIPES:
                 recipe = recipe_for(recipe_name, folder, report, *more)
                 row = whole_and_alone(recipe, report.device, steps=2 if report.rehearsed else 20)
                 line = f"{recipe_name} {title:<12} {row['with_input']:7.0f} images/s from JPEGs, steps alone "

@@ -36,15 +36,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.targets import command_line, report_header, save_report
 from vitx.models.flash import kernels as flash_kernels
 from vitx.models.flash.reattention import (
-    SUMS_TILES,
     WEIGHT_GRAD_COLUMNS,
-    WEIGHT_GRAD_TILES,
+    Launch,
     Tiles,
-    backward_tiles,
-    forward_tiles,
     kernel_constants,
     launch_options,
     padded_width,
+    tiles_of,
 )
 
 IMAGES, HEADS, TOKENS = 64, 12, 197
@@ -84,14 +82,16 @@ class Kernel(NamedTuple):
 
 def kernels(width: int) -> list[Kernel]:
     """All that one pass forward and one backward launch, in order."""
-    forward, backward = forward_tiles(HEADS, padded_width(width)), backward_tiles(HEADS, padded_width(width))
+    found: list[tuple[str, Launch, str, dict[str, Any]]] = [
+        ("forward: sums", "sums", "sums_kernel", {}),
+        ("forward: out", "out", "mix_kernel", {"bias": True}),
+        ("backward: mix", "weight_grad", "weight_grad_kernel", {"block": WEIGHT_GRAD_COLUMNS}),
+        ("backward: v", "v_grad", "mix_kernel", {"bias": True, "by_column": True}),
+        ("backward: q", "score_grad", "score_grad_kernel", {}),
+        ("backward: k", "score_grad", "score_grad_kernel", {"by_column": True}),
+    ]
     return [
-        Kernel("forward: sums", "sums_kernel", SUMS_TILES, {}),
-        Kernel("forward: out", "mix_kernel", forward, {"bias": True}),
-        Kernel("backward: mix", "weight_grad_kernel", WEIGHT_GRAD_TILES, {"block": WEIGHT_GRAD_COLUMNS}),
-        Kernel("backward: v", "mix_kernel", backward, {"bias": True, "by_column": True}),
-        Kernel("backward: q", "score_grad_kernel", backward, {}),
-        Kernel("backward: k", "score_grad_kernel", backward, {"by_column": True}),
+        Kernel(title, name, tiles_of(launch, HEADS, padded_width(width)), flags) for title, launch, name, flags in found
     ]
 
 
@@ -150,7 +150,7 @@ def longest_loop(listing: str) -> dict[str, int]:
 def roofline(rows: dict[str, dict[str, Any]], width: int, gpu: Gpu) -> dict[str, Any]:
     """Microseconds of the forward pass by what could bind it, and which does."""
     clocks = gpu.multiprocessors * gpu.clock * 1e3  # a microsecond
-    sums, out = SUMS_TILES, forward_tiles(HEADS, padded_width(width))
+    sums, out = (tiles_of(launch, HEADS, padded_width(width)) for launch in ("sums", "out"))
     padded, groups = padded_width(width), HEADS // out.heads
     warps, issued, exponentials, moved = 0.0, 0.0, 0.0, 0.0
     for title, tiles, programs_a_tile, steps in (

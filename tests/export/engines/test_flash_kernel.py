@@ -55,7 +55,7 @@ def assembled(kernel: FlashKernel, architecture: str, folder: Path) -> tuple[int
 def test_ptx_for_a_gpu_that_this_machine_lacks(
     operator: Operator, architecture: str, heads: int, half: Half, target: str, version: str, tmp_path: Path
 ) -> None:
-    kernel = compiled_kernel(operator, architecture, heads, 32, half, TILES[0])
+    kernel = compiled_kernel(operator, architecture, heads, 32, half, TILES[operator][0])
     ptx, kind = kernel.ptx, {"fp16": "f16", "bf16": "bf16"}[half]
     assert re.findall(r"^\.target (.*)$", ptx, re.MULTILINE) == [target]
     assert re.findall(r"^\.version (.*)$", ptx, re.MULTILINE) == [version]
@@ -71,7 +71,7 @@ def test_ptx_for_a_gpu_that_this_machine_lacks(
     assert not re.search(r"\.file|\.loc\b|flash_kernels\.py", ptx)
     registers, stack = assembled(kernel, architecture, tmp_path)
     assert registers <= 255
-    assert stack <= (8 if operator == "TalkingHeads" else 0)  # two numbers that no loop reads often
+    assert stack <= (200 if operator == "Reattention" else 8)  # its six outputs are worth that (docs/benchmarks.md)
 
 
 def test_launch_sizes_are_tritons() -> None:
@@ -83,7 +83,7 @@ def test_launch_sizes_are_tritons() -> None:
     from vitx.models.flash import kernels
     from vitx.models.flash.reattention import kernel_constants, launch_options
 
-    for tiles in (TILES[0], TILES[-1]):  # four warps and one
+    for tiles in TILES["Reattention"][::2]:  # two warps and one
         kernel = compiled_kernel("Reattention", "sm89", 4, 16, "fp16", tiles)
         constants = kernel_constants(4, 16, kernel.tiles, bias=True)
         kinds = dict.fromkeys(("q_base", "k_base", "v_base", "out_base"), "*fp16")
@@ -97,25 +97,26 @@ def test_launch_sizes_are_tritons() -> None:
         assert kernel.shared == compiled.metadata.shared
         assert kernel.threads == 32 * compiled.metadata.num_warps
         assert kernel.name == compiled.metadata.name
-        groups = 2  # of two heads each: three do not divide four
+        groups = {6: 1, 2: 2}[tiles.heads]
         assert [kernel.grid_x(tokens) for tokens in (1, 65)] == [groups, groups * -(-65 // kernel.tiles.queries)]
 
 
 def test_only_tactics_that_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What talking heads take at 16 heads of 64, the largest size, is more than sm89 has and less than sm90 has."""
-    shared = dict(zip(TILES, (133_120, 68_608, 34_816), strict=True))
+    tiles = TILES["TalkingHeads"]
+    shared = dict(zip(tiles, (133_120, 68_608, 34_816), strict=True))
 
     def compiled(*given: Any) -> FlashKernel:
         return FlashKernel("kernel", "", given[-1], 128, shared[given[-1]], 1)
 
     monkeypatch.setattr(flash_kernel, "compiled_kernel", compiled)
-    for architecture, fitting in (("sm90", TILES), ("sm80", TILES), ("sm89", TILES[1:]), ("sm120", TILES[1:])):
+    for architecture, fitting in (("sm90", tiles), ("sm80", tiles), ("sm89", tiles[1:]), ("sm120", tiles[1:])):
         kernels = compiled_kernels("TalkingHeads", architecture, 16, 64, "fp16")
         assert tuple(kernel.tiles for kernel in kernels) == fitting
 
 
 def test_the_smallest_tile_fits_everywhere_at_the_largest_size() -> None:
-    assert compiled_kernel("Reattention", "sm89", 16, 64, "fp16", TILES[-1]).shared <= DEFAULT_SHARED
+    assert compiled_kernel("Reattention", "sm89", 16, 64, "fp16", TILES["Reattention"][-1]).shared <= DEFAULT_SHARED
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from vitx.models.attention_maps import attention_maps
 from vitx.models.flash import kernels
 from vitx.models.flash import reattention as flash_reattention
 from vitx.models.flash.reattention import (
-    CANDIDATES,
     INTERPRETED,
     Mixes,
     Tiles,
@@ -82,16 +81,16 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
         (1, 1, 64, Tiles()),
         (3, 7, 33, Tiles()),
         (16, 20, 35, Tiles()),
-        (6, 65, 32, CANDIDATES[2]),
-        (6, 37, 40, CANDIDATES[5]),
-        (2, 130, 64, CANDIDATES[9]),
-        (5, 20, 48, CANDIDATES[3]),
+        (6, 65, 32, Tiles(64, 16, 4, heads=6)),
+        (6, 37, 40, Tiles(32, 16, 2, 1)),
+        (2, 130, 64, Tiles(128, 16, 8)),
+        (5, 20, 48, Tiles(16, 32, 1)),
     ],
 )
 def test_output_equals_float64(
     heads: int, tokens: int, width: int, tiles: Tiles, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_reattention, "_forced", tiles)
+    monkeypatch.setattr(flash_reattention, "_forced", {"out": tiles, "talking": tiles})
     batch = 2 if heads * tokens < 100 else 1  # the interpreter runs one program after the other
     (q, k, v), mixes = operands(heads, tokens, width, torch.float16, before=before, batch=batch)
     found = reattention(q, k, v, mixes, width**-0.5, impl="flash")
@@ -103,12 +102,12 @@ def test_output_equals_float64(
 
 @pytest.mark.parametrize("operator", list(KERNELS))
 @pytest.mark.parametrize(
-    ("heads", "tokens", "width", "tiles"),
-    [(3, 7, 33, TILES[0]), (6, 37, 32, TILES[1]), (4, 21, 64, TILES[2]), (1, 1, 16, TILES[0])],
+    ("heads", "tokens", "width", "tactic"),
+    [(3, 7, 33, 0), (6, 37, 32, 1), (4, 21, 64, 2), (1, 1, 16, 0)],
 )
-def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens: int, width: int, tiles: Tiles) -> None:
+def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens: int, width: int, tactic: int) -> None:
     """By position, inputs, the number of tokens, the output, on (B, N, H, K), with the grid of the plugin."""
-    talking = operator == "TalkingHeads"
+    talking, tiles = operator == "TalkingHeads", TILES[operator][tactic]
     batch = 2 if heads * tokens < 80 else 1  # the interpreter runs one program after the other
     qkv, mixes = operands(heads, tokens, width, torch.float16, before=talking, batch=batch)
     scale = width**-0.5

@@ -19,7 +19,11 @@ HALVES: tuple[Half, ...] = ("fp16", "bf16")
 
 # The builder times these tiles on its GPU and keeps the fastest. The last fits the 48 KiB of shared memory that every
 # kernel may use; whether TensorRT requests more for the others is not documented.
-TILES = (Tiles(heads=3), Tiles(32, 16, 2, 1, 3), Tiles(16, 16, 1, 1, 2))
+_SMALL = Tiles(16, 16, 1, 1, 2)
+TILES: dict[Operator, tuple[Tiles, ...]] = {
+    "Reattention": (Tiles(heads=6), Tiles(heads=4), _SMALL),
+    "TalkingHeads": (Tiles(64, 16, 4, 1, 4), Tiles(32, 16, 2, 1, 3), _SMALL),
+}
 
 OLDEST = 80  # the first tensor cores that multiply bfloat16
 # The oldest PTX version that knows each GPU; for others 8.0, which every driver since CUDA 12.0 reads. A driver refuses
@@ -55,14 +59,16 @@ def why_not_compiled(heads: int, tokens: int, width: int) -> str | None:
 
 
 def compiled_kernels(operator: Operator, architecture: str, heads: int, width: int, half: Half) -> list[FlashKernel]:
-    """One kernel for each of TILES that fits the shared memory of `architecture` ("sm89", …), in that order.
+    """One kernel for each of an operator's TILES that fits the shared memory of `architecture` ("sm89", …), in order.
 
     Raises InputError for an architecture before sm80 or a size that the kernels do not take, EnvironmentMissing without
     Triton.
     """
     capability = _capability(architecture)
     limit = _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) * 1024
-    compiled = [compiled_kernel(operator, architecture, heads, width, half, tiles) for tiles in TILES]
+    if operator not in KERNELS:
+        raise unknown_name("operator", operator, KERNELS)
+    compiled = [compiled_kernel(operator, architecture, heads, width, half, tiles) for tiles in TILES[operator]]
     return [kernel for kernel in compiled if kernel.shared <= limit]
 
 
@@ -72,8 +78,6 @@ def compiled_kernel(
 ) -> FlashKernel:
     """Compile the kernel of an operator with given tiles; see `compiled_kernels` for errors."""
     capability = _capability(architecture)
-    if operator not in KERNELS:
-        raise unknown_name("operator", operator, KERNELS)
     if half not in HALVES:
         raise unknown_name("precision of the flash kernels", half, HALVES)
     unsupported = why_not_compiled(heads, 1, width)  # the tokens are an argument at run time

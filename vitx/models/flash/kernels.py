@@ -163,6 +163,7 @@ def _work_of_program(SIZES: tl.constexpr):
 def sums_kernel(q_base, k_base, before_base, sums_base, tokens, scale, SIZES: tl.constexpr):
     """First pass: L of M queries and G heads of one image, into (B, H, tokens) float32."""
     G: tl.constexpr = SIZES[GROUP]
+    scale = tl.cast(scale, tl.float32)  # torch.compile passes it as float64
     image, first, rows = _work_of_program(SIZES)
     begin = image * tokens * SIZES[STRIDE]
     sums = _row_sums(q_base + begin, k_base + begin, before_base, rows, tokens, scale, first, G, SIZES[COLUMNS], SIZES)
@@ -221,6 +222,7 @@ def mix_kernel(
 
     BY_COLUMN: Aᵀ V, with keys as `q`, queries as `k` and dO as V, which is dV.
     """
+    scale = tl.cast(scale, tl.float32)  # torch.compile passes it as float64
     H: tl.constexpr = SIZES[HEADS]
     DENSE: tl.constexpr = H * SIZES[WIDTH]
     image, first, rows = _work_of_program(SIZES)
@@ -281,6 +283,7 @@ def score_grad_kernel(
     For each N keys: dA of every head in turn, added to the G tiles of dP = Wᵀ dA; P of the G heads made again; dS; and
     dS times K added. In registers: G outputs and G tiles of dP. Without W₀ alone: dS would have to be mixed again.
     """
+    scale = tl.cast(scale, tl.float32)  # torch.compile passes it as float64
     H: tl.constexpr = SIZES[HEADS]
     G: tl.constexpr = SIZES[GROUP]
     K: tl.constexpr = SIZES[WIDTH]
@@ -335,6 +338,7 @@ def weight_grad_kernel(
     Summed over the queries that is the program's share of dW[:, g], still a number a column: (B·tiles, H, H·K), added
     up by the caller. Weighted by W[h, g] and summed over the columns it is D = Σ_j P ⊙ dP: (B, H, tokens).
     """
+    scale = tl.cast(scale, tl.float32)  # torch.compile passes it as float64
     H: tl.constexpr = SIZES[HEADS]
     M: tl.constexpr = SIZES[ROWS]
     N: tl.constexpr = SIZES[COLUMNS]

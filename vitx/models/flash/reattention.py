@@ -45,56 +45,54 @@ class Mixes(NamedTuple):
 class Tiles(NamedTuple):
     """What one program (a block of threads) computes, and how it is compiled.
 
-    queries: rows of the output. keys: columns of the maps that it holds at a time. heads: outputs it makes, at most.
-    warps: of 32 threads; 64 rows on 4 warps use Hopper's asynchronous products (wgmma), other shapes those of every GPU
-    since Ampere (mma). stages: tiles of keys in flight; with 1 nothing is fetched ahead, and the weights of the mix are
-    read from the cache for each tile instead of being held in registers.
+    queries: rows of the output, 16 a warp. keys: columns of the maps that it holds at a time. warps: of 32 threads.
+    stages: tiles of keys in flight; with 1 nothing is fetched ahead. heads: outputs it makes, at most.
     """
 
-    queries: int = 64
+    queries: int = 32
     keys: int = 16
-    warps: int = 4
-    stages: int = 1
+    warps: int = 2
+    stages: int = 2
     heads: int = 4
 
 
-# What a sweep on a GPU tries (benchmarks/lease_steps/kernels.py); `forward_tiles` says what runs.
-CANDIDATES = (
-    *(Tiles(), Tiles(heads=3), Tiles(heads=6), Tiles(stages=2), Tiles(heads=6, stages=2)),
-    *(Tiles(32, 16, 2), Tiles(32, 16, 2, 2), Tiles(32, 16, 2, 2, 6), Tiles(64, 32, 4, 1, 3), Tiles(128, 16, 8)),
-)
-SUMS_TILES = Tiles(64, 64, 4, 2, 1)
-WEIGHT_GRAD_TILES = Tiles(64, 32, 4, 2, 1)
 WEIGHT_GRAD_COLUMNS = 128
-_forced: Tiles | None = None
+# "talking" are both passes of talking heads.
+Launch = Literal["sums", "out", "talking", "weight_grad", "v_grad", "score_grad"]
+_forced: dict[Launch, Tiles] = {}
 
 
-def forward_tiles(heads: int, width: int) -> Tiles:
-    """The tiles of the forward pass. At the published shapes they spill no register on any GPU since Ampere
-    (benchmarks/models/flash_resources.py).
+def tiles_of(launch: Launch, heads: int, width: int) -> Tiles:
+    """The tiles of one of the kernels' launches: the fastest of a sweep on an H100 (docs/benchmarks.md).
+
+    Fetching the next tile of keys while one is computed is worth more than registers that do not spill; with two mixes
+    Triton would also fetch each weight of the tile, and compile for minutes. The queries of all heads lie in shared
+    memory, of which most GPUs give 99 KiB to a block: wide heads take fewer rows.
     """
-    return _forced or _fitting(heads, width, 4 if width <= 32 else 3)
-
-
-def backward_tiles(heads: int, width: int) -> Tiles:
-    """The tiles of the gradients of queries, keys and values, which hold twice as much for each output."""
-    return _fitting(heads, width, 2)
-
-
-def _fitting(heads: int, width: int, outputs: int) -> Tiles:
-    """64 rows, or 32 of wide heads: the queries of all heads lie in shared memory, of which most GPUs give 99 KiB."""
-    return Tiles(heads=outputs) if heads * width <= 512 else Tiles(32, 16, 2, 1, outputs)
+    if launch in _forced:
+        return _forced[launch]
+    if launch in ("sums", "weight_grad"):  # of one head
+        return Tiles(128, 32, 4, 3, 1)
+    wide, few = heads * width > 512, 4 if width <= 32 else 3
+    if launch == "talking":  # of a sweep on paper: it has not been timed
+        return Tiles(32, 16, 2, 1, few) if wide else Tiles(64, 16, 4, 1, few)
+    if wide:
+        return Tiles(16, 16, 1, 2, 4)
+    if launch == "out" and width <= 32:
+        return Tiles(stages=3, heads=6)
+    return Tiles(heads=few if launch == "score_grad" else 6)
 
 
 @contextmanager
-def forced_tiles(tiles: Tiles) -> Iterator[None]:
-    """Run the forward pass with these tiles; for measurements."""
-    global _forced
-    before, _forced = _forced, tiles
+def forced_tiles(**launches: Tiles) -> Iterator[None]:
+    """Run the launches that are named with these tiles; for measurements."""
+    before = dict(_forced)
+    _forced.update(launches)  # type: ignore[arg-type]  # the names are those of Launch
     try:
         yield
     finally:
-        _forced = before
+        _forced.clear()
+        _forced.update(before)
 
 
 def reattention(
@@ -149,7 +147,8 @@ def choose_impl(q_BHNK: Tensor, impl: Impl = "auto") -> Literal["flash", "plain"
         return "flash"
     if impl == "flash":
         raise InputError(f"flash Re-Attention was demanded, but {reason}: take impl='auto' or change that")
-    warn_plain(q_BHNK.device.type, reason)
+    if q_BHNK.dtype in DTYPES:  # who computes in float32 has chosen it
+        warn_plain(q_BHNK.device.type, reason)
     return "plain"
 
 
@@ -222,7 +221,6 @@ def kernel_constants(heads: int, width: int, tiles: Tiles, **more: Any) -> dict[
         stored=padded_width(rest),
         rows=tiles.queries,
         columns=tiles.keys,
-        cached=tiles.stages == 1,
         stride=heads * width,
     )
     return {"SIZES": tuple(sizes._replace(**more))}
@@ -285,9 +283,10 @@ def _forward(
     """Out (B, H, N, K) and, for the backward pass, log2 of the sum of each softmax row, float32 (B, H, N)."""
     q, k, v, stride = _same_layout(q, k, v)
     _, H, N, K = q.shape
-    has_before, tiles = before is not None, forward_tiles(H, K)
+    has_before = before is not None
+    tiles = tiles_of("talking" if has_before else "out", H, K)
     # Without a mix before softmax a head's sums need that head alone, so a program takes one head and larger tiles.
-    sums_tiles = tiles if has_before else SUMS_TILES
+    sums_tiles = tiles if has_before else tiles_of("sums", H, K)
     # A kernel does not read a mix that is absent, but its pointer must be one: any tensor's.
     mixes = weight, weight if bias is None else bias, weight if before is None else before
     out, sums = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -315,7 +314,7 @@ def _backward(
     q_grad, k_grad, v_grad = (_empty(q) for _ in range(3))
 
     # First dW and D = Σ_j P ⊙ dP of each row, which dQ and dK need.
-    row_sums, tiles = torch.empty_like(sums), WEIGHT_GRAD_TILES
+    row_sums, tiles = torch.empty_like(sums), tiles_of("weight_grad", H, K)
     # Each program writes its share of dW, summed at the end: no atomics, so the result does not depend on their order.
     shares = torch.empty(B * _ceil_div(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
     constants = kernel_constants(H, K, tiles, stride=stride, block=WEIGHT_GRAD_COLUMNS)
@@ -323,12 +322,13 @@ def _backward(
     _launch("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
     # dV = Aᵀ dO: the forward kernel with queries and keys exchanged, and dO in the place of V.
-    tiles = backward_tiles(H, K)
+    tiles = tiles_of("v_grad", H, K)
     constants = kernel_constants(H, K, tiles, stride=stride, bias=bias is not None, by_column=True)
     arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad, N, scale
     _launch("mix_kernel", q, *arguments, tiles=tiles, **constants)
 
     # dQ = scale·dS K, then dK = scale·dSᵀ Q by the same kernel with queries and keys exchanged.
+    tiles = tiles_of("score_grad", H, K)
     constants = kernel_constants(H, K, tiles, stride=stride)
     arguments = q, k, out_grad, v, weight, sums, row_sums, q_grad, N, scale
     _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants)

@@ -13,10 +13,10 @@ class Sizes(NamedTuple):
     width: K, the head width, a multiple of 8. It is read as KA columns (`main`) and KB more (`tail`; 0 for none),
         powers of two. KO (`stored`) of the KB are outputs.
     rows, columns: M and N, the sides of a tile of the maps.
-    cached: the weights of the mix are read again for each tile, from the cache.
     stride: elements from a token's queries, keys or values to the next token's, a multiple of 8. An image's tokens
         follow those of the image before. Outputs and gradients are dense: H·K from token to token.
-    before, bias: whether W₀ and b are there.
+    before, bias: whether W₀ and b are there. With W₀ there are too many weights for registers: they are read from the
+        cache for each tile.
     by_column: queries and keys are exchanged.
     block: C, the columns that `weight_grad_kernel` makes at a time.
     """
@@ -29,7 +29,6 @@ class Sizes(NamedTuple):
     stored: int
     rows: int
     columns: int
-    cached: bool
     stride: int
     before: bool = False
     bias: bool = False

@@ -16,7 +16,7 @@ import triton.language as tl
 from vitx.models.flash.sizes import Sizes
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-HEADS, GROUP, WIDTH, MAIN, TAIL, STORED, ROWS, COLUMNS, CACHED, STRIDE, BEFORE, BIAS, BY_COLUMN, BLOCK = (
+HEADS, GROUP, WIDTH, MAIN, TAIL, STORED, ROWS, COLUMNS, STRIDE, BEFORE, BIAS, BY_COLUMN, BLOCK = (
     tl.constexpr(place) for place in range(len(Sizes._fields))
 )
 
@@ -151,12 +151,12 @@ def add_mixed(sums, part, weights, STEP: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def read_each_time(weights, start, SIZES: tl.constexpr):
-    """The pointer `weights`, in a loop over `start`: CACHED weights are read from the cache for each tile.
+    """The pointer `weights`, in a loop over `start`: with two mixes the weights are read from the cache for each tile.
 
     For that their address depends on the loop, by a number that is always zero; otherwise the compiler would keep all
-    H² of them in registers.
+    of them in registers.
     """
-    return weights + ((start >> 24) if SIZES[CACHED] else 0)
+    return weights + ((start >> 24) if SIZES[BEFORE] else 0)
 
 
 @triton.jit
