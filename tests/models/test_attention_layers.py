@@ -317,7 +317,7 @@ def test_when_the_kernels_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert kernels["warned"] == []
     kernels["reason"][0] = "too many heads"
     assert not runs()
-    assert kernels["warned"] == [("cpu", "too many heads")]
+    assert kernels["warned"] == [("cpu", torch.float64, "too many heads")]
     kernels["asked"].clear()
     with torch.autocast("cpu", torch.bfloat16):
         runs()

@@ -185,7 +185,7 @@ class HeadMixAttention(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BND.dtype
         reason = why_not_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)
         if reason is not None:
-            warn_plain(device, reason)
+            warn_plain(device, dtype, reason)
         return reason is None
 
 

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from vitx.core.errors import InputError
-from vitx.models.flash.reattention import Mixes, choose_impl, kernel_constants, plain_reattention, reattention
+from vitx.models.flash.reattention import (
+    Mixes,
+    choose_impl,
+    kernel_constants,
+    plain_reattention,
+    reattention,
+    warn_plain,
+)
 from vitx.models.flash.sizes import Sizes
 
 triton = pytest.importorskip("triton")
@@ -41,6 +48,14 @@ def test_without_a_gpu_the_maps_are_written_out() -> None:
     with pytest.raises(InputError, match="expected auto, flash or plain"):
         reattention(q, k, v, mixes, 1.0, impl="fast")  # type: ignore[arg-type]
     assert torch.equal(reattention(q, k, v, mixes, 1.0), plain_reattention(q, k, v, mixes, 1.0))
+
+
+def test_only_half_precision_expects_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vitx.models.flash.reattention._warn_once", said.append)
+    for device, dtype in (("cpu", torch.float16), ("cuda", torch.float32), ("cuda", torch.float16)):
+        warn_plain(device, dtype, f"{device} {dtype}")
+    assert said == ["cuda torch.float16"]
 
 
 @pytest.mark.parametrize(("architecture", "width"), [(80, 32), (90, 35), (120, 33)])

@@ -147,14 +147,13 @@ def choose_impl(q_BHNK: Tensor, impl: Impl = "auto") -> Literal["flash", "plain"
         return "flash"
     if impl == "flash":
         raise InputError(f"flash Re-Attention was demanded, but {reason}: take impl='auto' or change that")
-    if q_BHNK.dtype in DTYPES:  # who computes in float32 has chosen it
-        warn_plain(q_BHNK.device.type, reason)
+    warn_plain(q_BHNK.device.type, q_BHNK.dtype, reason)
     return "plain"
 
 
-def warn_plain(device: str, reason: str) -> None:
-    """Warn, once a reason, that a GPU writes the maps out; elsewhere nobody expects the kernels."""
-    if device == "cuda":
+def warn_plain(device: str, dtype: torch.dtype, reason: str) -> None:
+    """Warn, once a reason, that a GPU writes the maps out; elsewhere, and in float32, nobody expects the kernels."""
+    if device == "cuda" and dtype in DTYPES:
         _warn_once(reason)
 
 
