@@ -27,7 +27,7 @@ def images(*numbers: int) -> UInt8Array:
 
 
 def numbers(batch: Batch) -> list[int]:
-    return [int(number) for part in batch.parts for number in part.images[:, 0, 0, 0]]
+    return [int(number) for part in batch.parts for number in part.read()[0][:, 0, 0, 0]]
 
 
 class Instances:

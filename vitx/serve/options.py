@@ -109,13 +109,8 @@ class ServeOptions(Options):
     @property
     def batching(self) -> Batching:
         """How requests become batches, in seconds."""
-        return Batching(
-            max_batch=self.max_batch,
-            max_delay=self.max_delay_ms / 1000,
-            queue=self.queue,
-            instances=self.instances or 1,
-            timeout=self.timeout_ms and self.timeout_ms / 1000,
-        )
+        timeout = self.timeout_ms and self.timeout_ms / 1000
+        return Batching(self.max_batch, self.max_delay_ms / 1000, self.queue, self.instances or 1, timeout)
 
     @property
     def limits(self) -> Limits:

@@ -318,7 +318,7 @@ def test_a_low_priority_is_not_starved() -> None:
     queue.push(part(8, 3, arrived=0))
     for number in range(4):
         queue.push(part(number, 1, arrived=PATIENCE))
-    taken = [queue.take(1, now=PATIENCE + 0.5)[0].images[0, 0, 0, 0] for _ in range(5)]
+    taken = [queue.take(1, now=PATIENCE + 0.5)[0].read()[0][0, 0, 0, 0] for _ in range(5)]
     assert taken == [9, 0, 8, 1, 2]  # every second batch begins with what waited too long
     assert queue.rows == 1
 

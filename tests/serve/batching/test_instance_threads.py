@@ -51,7 +51,7 @@ def test_a_request_alone_is_not_copied_and_several_share_one_buffer() -> None:
             threads.put(batch(infer, *parts))
             result = await results.get()
             assert result.logits is not None
-            assert result.logits[:, 0].tolist() == [row for each in parts for row in each.images[:, 0, 0, 0]]
+            assert result.logits[:, 0].tolist() == [row for each in parts for row in each.read()[0][:, 0, 0, 0]]
             assert (result.parts, result.error, result.died) == (parts, None, False)
         assert seen == [[7, 8], [1, 2, 3], [4, 5, 6, 7]]
         assert given[0] is alone.images

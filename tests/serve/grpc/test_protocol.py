@@ -3,7 +3,6 @@
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +55,7 @@ def test_the_schedule_and_the_output_are_read() -> None:
     message.parameters["timeout"].int64_param = 250_000
     message.outputs[0].parameters["classification"].int64_param = 9
     read = decode(message)
-    assert (read.priority, read.timeout, read.outputs) == (3, 0.25, (replace(LOGITS, top_k=4),))
+    assert (read.priority, read.timeout, read.outputs) == (3, 0.25, (LOGITS._replace(top_k=4),))
 
 
 def set_input(name: str, value: Any) -> Callable[[Any], None]:
@@ -197,7 +196,7 @@ def test_logits_and_classes_are_encoded() -> None:
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("FP32", [2, 4])
     assert response.raw_output_contents[0] == logits.tobytes()
     response = encode_infer_response(
-        logits, InferRequest(IMAGES, (replace(LOGITS, top_k=2),)), CONTRACT, LABELS, NO_MEMORY
+        logits, InferRequest(IMAGES, (LOGITS._replace(top_k=2),)), CONTRACT, LABELS, NO_MEMORY
     )
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2, 2])
     texts = (b"2.000000:1:green", b"0.500000:3:red", b"3.000000:0:blue", b"3.000000:3:red")
@@ -231,7 +230,7 @@ def test_tensors_travel_in_shared_memory(memory: SharedMemory) -> None:
     in_memory(message.outputs[0], 130, 40)
     read = decode(message, memory)
     np.testing.assert_array_equal(read.images, IMAGES)
-    assert read.outputs == (replace(LOGITS, region=Region("all", 130, 40)),)
+    assert read.outputs == (LOGITS._replace(region=Region("all", 130, 40)),)
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
     response = encode_infer_response(logits, read, CONTRACT, LABELS, memory)
     assert list(response.raw_output_contents) == [b""]

@@ -23,10 +23,11 @@ NOT_FINITE = SLOW_MODEL.replace("import time", "import numpy as np").replace(
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=["decoded apart", "decoded with the batch"])
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     bundle = write_bundle(tmp_path_factory.mktemp("served") / "tiny.vitx")
-    with running_server(bundle.path, "--allow-uncertified") as started:
+    instances = "8" if request.param == "decoded with the batch" else "1"  # as many as decode at most, or fewer
+    with running_server(bundle.path, "--allow-uncertified", "--instances", instances, "--threads", "1") as started:
         yield started
 
 

@@ -15,11 +15,10 @@ from functools import partial
 
 import numpy as np
 
-from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, ignore, priority_level
+from vitx.serve.batching.request_queue import Batch, Images, Infer, RequestPart, RequestQueue, ignore, priority_level
 from vitx.serve.callbacks import awaited, batch_of_replies, settle
 from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError, inference_failed, unavailable
 from vitx.serve.limits import Batching
@@ -79,12 +78,13 @@ class Batcher:
         """Rows in the queue."""
         return self._queue.rows
 
-    async def submit(self, images: UInt8Array, *, priority: int = 0, deadline: float | None = None) -> Float32Array:
-        """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1.
+    async def submit(self, images: Images, *, priority: int = 0, deadline: float | None = None) -> Float32Array:
+        """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1, or of one that is still to be decoded.
 
         priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; None: it may take any time.
-        Cancelling the caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, or
-        RequestError: 400 for an unknown priority, 500 where the model raises, 503 after `close`.
+        Cancelling the caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, why
+        the image cannot be decoded, or RequestError: 400 for an unknown priority, 500 where the model raises, 503 after
+        `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
         submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)
@@ -94,17 +94,17 @@ class Batcher:
         return answered
 
     def enqueue(
-        self, images: UInt8Array, on_logits: OnLogits, *, priority: int = 0, deadline: float | None = None
+        self, images: Images, on_logits: OnLogits, *, priority: int = 0, deadline: float | None = None
     ) -> "Submission":
         """`submit` with a callback, which runs on the event loop. Raises QueueFull, DeadlineMissed or RequestError."""
-        now = time.monotonic()
+        now, rows = time.monotonic(), len(images)
         try:
             level = priority_level(priority)
-            deadline = self._admit(len(images), level, deadline, now)
+            deadline = self._admit(rows, level, deadline, now)
         except RequestError:
             self.statistics.add_request(time.monotonic() - now, failed=True)
             raise
-        rows, step = len(images), self._share(len(images)) if not self._queue.rows else self.full_batch
+        step = self.full_batch if self._queue.rows else self._share(rows)
         pieces = [images[start : start + step] for start in range(0, rows, step)]
         submission = Submission(self, on_logits, now)
         submission.parts = [RequestPart(piece, submission.on_part, level, deadline, now) for piece in pieces]
@@ -274,8 +274,8 @@ class Batcher:
             self.replaced_instances += 1
             _log.error("an instance ended with %r and was replaced", batch.error)
             self._retry(batch)
-        elif batch.logits is not None:
-            self.curve.observe(len(batch.logits), batch.computed - batch.gathered)
+        elif batch.logits is not None and batch.started is not None:  # with the time to decode or gather images
+            self.curve.observe(len(batch.logits), batch.computed - batch.started)
         self._send_due_batches()
         if not batch.died:
             self._answer(batch)
@@ -307,9 +307,11 @@ class Batcher:
         start = 0
         with batch_of_replies() if len(batch.parts) > 1 else nullcontext():
             for part in batch.parts:
-                stop = start + part.rows
+                stop = start + (part.rows if part.unread is None else 0)
                 if part.done:
                     pass  # cancelled while it ran
+                elif part.unread is not None:
+                    part.settle(error=part.unread)
                 elif batch.logits is None:
                     part.settle(error=inference_failed(batch.error))
                 else:
@@ -328,7 +330,7 @@ class Batcher:
             compute=batch.computed - batch.gathered,
             output=now - batch.computed,
             # Not a tuple: Python keeps 2,000 of each length that a generator makes.
-            queue=[started - part.arrived for part in batch.parts],
+            queue=[started - part.arrived for part in batch.parts if part.unread is None],
         )
         self.statistics.add_batch(times)
         self._on_batch(times)
@@ -355,17 +357,18 @@ class Submission:
         """Called when a part is done: the first error ends the request, the last logits answer it."""
         if part.error is not None:
             on_logits = self._on_logits
-            self.cancel()
+            self.cancel(counted=part.unread is None)
             on_logits(part.error)
         elif (logits := self._joined_logits()) is not None:
             self._batcher.statistics.add_request(time.monotonic() - self._arrived)
             on_logits, self._on_logits = self._on_logits, ignore
             on_logits(logits)
 
-    def cancel(self) -> None:
+    def cancel(self, *, counted: bool = True) -> None:
         """Remove rows from the queue that do not run yet; the callback is not called."""
         self._on_logits = ignore
-        self._batcher.statistics.add_request(time.monotonic() - self._arrived, failed=True)
+        if counted:
+            self._batcher.statistics.add_request(time.monotonic() - self._arrived, failed=True)
         self._batcher.drop(self.parts)
 
     def _joined_logits(self) -> Float32Array | None:
@@ -378,10 +381,7 @@ class Submission:
 
 def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:
     """Write the times of a request that ran into its record, for access log and traces."""
-    record.images, started, computed = 0, math.inf, 0.0
-    for part in parts:
-        record.images += part.rows
-        if (batch := part.batch) is not None and batch.started is not None:
-            started, computed = min(started, batch.started), max(computed, batch.computed)
-    record.phases["queue"] = parts[0].arrived, started
-    record.phases["compute"] = started, computed
+    batches = [part.batch for part in parts if part.batch is not None]
+    record.images = sum(part.rows for part in parts)
+    record.phases["queue"] = parts[0].arrived, min(batch.started or batch.gathered for batch in batches)
+    record.phases["compute"] = min(batch.gathered for batch in batches), max(batch.computed for batch in batches)

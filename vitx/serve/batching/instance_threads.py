@@ -56,11 +56,10 @@ class InstanceThreads:
         batch.started = time.monotonic()
         batch.parts = parts = [part for part in batch.parts if not part.done]
         try:
-            if parts:
-                images = parts[0].images
-                if len(parts) > 1:
-                    rows = buffer(images.shape[1:])[: sum(part.rows for part in parts)]
-                    images = np.concatenate([part.images for part in parts], out=rows)
+            if pixels := [images for part in parts for images in part.read()]:
+                images = pixels[0]
+                if len(pixels) > 1:
+                    images = np.concatenate(pixels, out=buffer(images.shape[1:])[: sum(map(len, pixels))])
                 batch.gathered = time.monotonic()
                 logits = batch.infer(images)
                 if logits.ndim != 2 or len(logits) != len(images):

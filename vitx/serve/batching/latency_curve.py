@@ -53,7 +53,7 @@ class LatencyCurve:
         return self.seconds(rows) * (1 + _DEVIATIONS * self._deviation)
 
     def best_size(self, rows: int, preferred: Sequence[int] = ()) -> int:
-        """The smallest size up to `rows` whose images a second are within 3 % of the best measured; 1 if it is that.
+        """The smallest size up to `rows` whose images a second are within 3 % of the best; 1 if it is 3 % better.
 
         preferred: choose among these sizes only, such as the optima of an engine's profiles. A size beyond the largest
         measured one is never chosen. Without a measurement: the largest preferred size, else `rows`.
@@ -62,10 +62,10 @@ class LatencyCurve:
             return max((size for size in preferred if size <= rows), default=rows)
         sizes = self._sizes(min(rows, self._measured[-1]), preferred)
         rates = {size: size / (self._least(size) + _HAND_OVER_SECONDS) for size in sizes}
-        best = max(rates.values(), default=0.0)
+        best = max((rate for size, rate in rates.items() if size > 1), default=0.0)
         # A batch of one loses more under load than its timing says, and a lone request runs alone with any size.
-        enough = (size for size, rate in rates.items() if rate >= (best if size == 1 else best / _WORTH_GROWING))
-        return min(enough, default=rows)
+        least = {size: best * _WORTH_GROWING if size == 1 else best / _WORTH_GROWING for size in rates}
+        return min((size for size, rate in rates.items() if rate >= least[size]), default=rows)
 
     def size_to_stand_by(self, rows: int, instances: int, best: int, preferred: Sequence[int] = ()) -> int:
         """The largest size up to `best` of which `rows` images make a batch for each instance and one that stands by.

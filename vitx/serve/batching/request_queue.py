@@ -16,6 +16,8 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 
 Infer = Callable[[UInt8Array], Float32Array]
+# Uint8 (N, S, S, 3); or one image for the thread that computes its batch to decode: gives (1, S, S, 3), or why not.
+Images = UInt8Array | list[Callable[[], UInt8Array | Exception]]
 PRIORITY_LEVELS = 3
 DEFAULT_PRIORITY = 2
 PATIENCE = 1.0
@@ -36,7 +38,7 @@ class RequestPart:
     `on_done(part)` is called on the event loop when the part has `logits` float32 (rows, C) or an `error`.
     """
 
-    images: UInt8Array
+    images: Images
     on_done: Callable[["RequestPart"], None]
     level: int = DEFAULT_PRIORITY
     deadline: float | None = None  # time.monotonic() seconds
@@ -46,11 +48,22 @@ class RequestPart:
     timer: asyncio.TimerHandle | None = None
     retried: bool = False
     done: bool = False  # has a result or was cancelled
+    unread: Exception | None = None  # why the image could not be decoded: it has no row in the batch
     logits: Float32Array | None = None
     error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.rows = len(self.images)
+
+    def read(self) -> list[UInt8Array]:
+        """The pixels, as the one entry of a list, which is empty if they cannot be decoded."""
+        if isinstance(self.images, list):
+            pixels = self.images[0]()
+            if isinstance(pixels, Exception):
+                self.unread = pixels
+                return []
+            self.images = pixels
+        return [self.images]
 
     def settle(self, logits: Float32Array | None = None, error: Exception | None = None) -> None:
         """Set the logits or the error, and call `on_done`."""

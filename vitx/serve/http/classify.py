@@ -3,15 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import numpy as np
 from starlette.types import Scope
 
-from vitx.core.preprocess import ImageError
+from vitx.core.preprocess import ImageError, TooManyPixels
 from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
@@ -35,8 +34,7 @@ _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
 ReadImages = Callable[[bytes], tuple[list[str] | None, Sequence[bytes | RequestError]]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """The options of a request. `deadline` in seconds of time.monotonic(). outputs: what to give beside the classes."""
 
     model: ServedModel
@@ -157,11 +155,19 @@ class Classifier:
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
     ) -> list[Float32Array | Exception]:
         """Return for each image its row (see `Contract`), or what is wrong with it."""
-        manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
+        decoder, steps = self._core.decoder, options.model.bundle.manifest.preprocessing
+        batcher = options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
+        submit = partial(batcher.submit, priority=options.priority, deadline=options.deadline)
+        if len(images) == len(encoded) == 1 and (here := decoder.here(encoded[0], steps, batcher, record)):
+            try:
+                return [*await submit([here])]
+            except ImageError as error:
+                error.__traceback__ = None  # a circle with its frames, which have the image, is freed late
+                if not isinstance(error, TooManyPixels):
+                    return [RequestError(str(error), reason="bad_image")]
         started, client = time.monotonic(), record.client or ""
-        decoding = self._core.decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
-        decoded = iter(await decoding)
+        decoded = iter(await decoder.decode(encoded, steps, client=client, deadline=options.deadline))
         record.phases["decode"] = started, time.monotonic()
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
         for place, image in enumerate(pixels):
@@ -173,7 +179,7 @@ class Classifier:
         answers: Iterator[Float32Array] = iter(())
         if readable:
             rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
-            answers = iter(await batcher.submit(rows, priority=options.priority, deadline=options.deadline))
+            answers = iter(await submit(rows))
         return [image if isinstance(image, Exception) else next(answers) for image in pixels]
 
 

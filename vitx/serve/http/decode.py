@@ -1,5 +1,8 @@
 """Decodes images on threads (Pillow releases the interpreter lock), or in a process of each, cheap ones first.
 
+The only image of a request, if it is cheap, is decoded by the thread that computes its batch, where as many compute as
+decode: a core that goes on with what it has decoded is faster than two threads that take turns on it.
+
 An image of more than `_SMALL_PIXELS` pixels, as its header says, takes a second or more. Such images may occupy every
 thread but one. Among images of a kind the next is of the client that was served least, by bytes and pixels (start-time
 fair queueing: Goyal, Vin and Cheng 1996).
@@ -20,13 +23,19 @@ from statistics import median_low
 from typing import Any
 
 from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array
+from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import DeadlineMissed, QueueFull
 from vitx.serve.http.decode_process import DecodeProcess, decoded
+from vitx.serve.observe.request_record import RequestRecord
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
 # Pillow copies a WebP's, four bytes each, while no other thread runs: 0.08 s on a slow day.
 _WEBP_PIXELS = 2**24
+_CHEAP_PIXELS = 1_000_000  # some hundredths of a second, as PNG
+_CHEAP_BYTES = 2**18
+_CHEAP_SCANS = 12  # of a JPEG
+_UNDECODED = 64  # images that wait for a batch before one that would be decoded with it: here clients take no turns
 _SCAN = re.compile(b"\xff\xda")  # a scan begins
 _MOST_SCANS = 100  # of a JPEG: each goes over the whole image, in a few bytes; progressive ones have about ten
 _CLIENTS = 4096  # remembered at most, and one more
@@ -65,6 +74,7 @@ class Decoder:
         self._capacity = capacity
         self._on_decode = on_decode
         self._threads = threads or min(8, os.cpu_count() or 1)
+        self._processes = processes
         self._waiting = 0
         self._changed = threading.Condition()  # guards all below
         self._queues: dict[bool, list[tuple[float, int, _Job]]] = {False: [], True: []}  # heaps, by `large`
@@ -101,6 +111,26 @@ class Decoder:
         finally:  # what is not being decoded never is
             for job in jobs:
                 self._end(job, None)
+
+    def here(
+        self, data: bytes, steps: Preprocessing, batcher: Batcher, record: RequestRecord
+    ) -> Callable[[], UInt8Array | Exception] | None:
+        """What decodes a cheap image into (1, S, S, 3) on a thread of the batcher's; None: `decode` it.
+
+        It returns TooManyPixels where its header says that it is not cheap.
+        """
+        if self._processes or batcher.batching.instances < self._threads or batcher.queued >= _UNDECODED:
+            return None
+        if len(data) > _CHEAP_BYTES or data.count(b"\xff\xda") > _CHEAP_SCANS:
+            return None
+
+        def work() -> UInt8Array | Exception:
+            started = time.monotonic()
+            image = self._result(decoded, data, steps, _CHEAP_PIXELS)
+            record.phases["decode"] = started, time.monotonic()
+            return image if isinstance(image, Exception) else image[None]
+
+        return work
 
     def close(self) -> None:
         """End the threads; images that wait are not decoded."""
@@ -142,7 +172,7 @@ class Decoder:
         return taken if isinstance(taken, tuple) else None
 
     def _run(self, decode: Decode, job: _Job, data: bytes) -> None:
-        result = self._result(decode, job, data)
+        result = self._result(decode, data, job.preprocessing, self._max_pixels if job.large else _SMALL_PIXELS)
         with self._changed:
             self._running[job.large] -= 1
             if isinstance(result, TooManyPixels) and result.pixels <= result.allowed and not job.large:
@@ -169,16 +199,15 @@ class Decoder:
         self._changed.notify()  # another thread may now have something to take, which it had not when it was woken
         return job, job.data
 
-    def _result(self, decode: Decode, job: _Job, data: bytes) -> UInt8Array | Exception:
-        """The pixels, or why there are none; TooManyPixels where the image belongs into the other queue."""
+    def _result(self, decode: Decode, data: bytes, steps: Preprocessing, limit: int) -> UInt8Array | Exception:
+        """The pixels, or why there are none; TooManyPixels where the image is not for those who take up to `limit`."""
         started = time.perf_counter()
         most = min(self._max_pixels, _WEBP_PIXELS) if data[8:12] == b"WEBP" else self._max_pixels
-        limit = most if job.large else min(most, _SMALL_PIXELS)
         try:
             # A third of the time of bytes.count, during which no other thread runs.
             if data.startswith(b"\xff\xd8") and any(islice(_SCAN.finditer(data), _MOST_SCANS, None)):
                 raise ImageError(f"JPEG of more than {_MOST_SCANS} scans")
-            image = decode(data, job.preprocessing, limit)
+            image = decode(data, steps, min(most, limit))
         except TooManyPixels as found:
             return TooManyPixels(found.width, found.height, most)
         except ImageError as failure:

@@ -4,7 +4,7 @@ The parameters of a header are read in one pass: `email.message` needs the squar
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from vitx.serve.errors import RequestError, too_large
@@ -13,8 +13,7 @@ _MAX_HEADER_BYTES = 8192  # of one part
 _PARAMETER = re.compile(r'\s*;\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;"]*)')
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One field of the form; `filename` is None for a plain value."""
 
     name: str

@@ -89,10 +89,8 @@ def add_path(
     refused = {"description": "Refused; the text says why", "content": _content({_JSON: _ref("Error")})}
     always = (400, 403) if path in WITHOUT_TOKEN else (400, 401, 403)
     answer = {"description": summary, **({"content": _content(reply)} if reply else {})}
-    made: Json = {
-        "summary": summary,
-        "responses": {"200": answer, **{str(status): refused for status in (*always, *errors)}},
-    }
+    refusals = dict.fromkeys(map(str, (*always, *errors)), refused)
+    made: Json = {"summary": summary, "responses": {"200": answer, **refusals}}
     if body is not None:
         made["requestBody"] = {"required": not optional, "content": _content(body)}
     if parameters:

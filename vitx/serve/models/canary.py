@@ -48,11 +48,8 @@ class Canary:
         self._logits = session.infer(self._images)
         if not np.isfinite(self._logits).all():
             raise CheckFailed(f"the canary batch of {bundle.path} has logits that are not finite")
-        if judged is not None:
-            self._allowed = judged.max_logit_error_allowed
-        else:
-            share = SHARE_OF_STD.get(bundle.manifest.precision, _SHARE_OF_STD)
-            self._allowed = share * float(self._logits.std())
+        usual = SHARE_OF_STD.get(bundle.manifest.precision, _SHARE_OF_STD) * float(self._logits.std())
+        self._allowed = usual if judged is None else judged.max_logit_error_allowed
         alone = session.infer(self._images[:1])
         # Either of the two may be off by what is allowed.
         if (moved := float(np.abs(alone - self._logits[:1]).max())) > 2 * self._allowed:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -75,8 +75,7 @@ class Offer:
         return self.bundle.manifest.name, self.version
 
 
-@dataclass(frozen=True)
-class WarmOutputs:
+class WarmOutputs(NamedTuple):
     """A second session of a model, which gives its further outputs too; `names`, in the order of its rows."""
 
     session: Session

@@ -152,14 +152,8 @@ class ServedModel:
 
     def stats(self) -> dict[str, Any]:
         """The model's entry in `/v1/stats`, from which the page draws its charts; counters since the start."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "images": self.metrics.images,
-            "batches": self.metrics.batches,
-            "queued": self.queued,
-            "running": self.running,
-        }
+        counters = {"images": self.metrics.images, "batches": self.metrics.batches}
+        return {"name": self.name, "version": self.version, **counters, "queued": self.queued, "running": self.running}
 
 
 class InFlight:

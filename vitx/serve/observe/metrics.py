@@ -153,12 +153,8 @@ class Metrics:
         """Counters since the start, of which the page takes differences, and percentiles of the latest requests."""
         recent, last = sorted(self.latencies), len(self.latencies) - 1
         p50, p99 = (round(1e3 * recent[int(share * last)], 3) if recent else None for share in (0.5, 0.99))
-        return {
-            "uptime_seconds": round(time.monotonic() - self._started, 3),
-            "requests": self.answered,
-            "rejected": self.rejected,
-            "latency_ms": {"p50": p50, "p99": p99},
-        }
+        counters = {"uptime_seconds": round(time.monotonic() - self._started, 3), "requests": self.answered}
+        return {**counters, "rejected": self.rejected, "latency_ms": {"p50": p50, "p99": p99}}
 
 
 def merged(texts: Mapping[str, bytes], label: str) -> bytes:

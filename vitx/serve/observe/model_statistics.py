@@ -7,14 +7,12 @@ for each of its requests, `batch_stats` once.
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _COMPUTE = {"compute_input": "gather", "compute_infer": "compute", "compute_output": "output"}  # fields of BatchTimes
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
+class BatchTimes(NamedTuple):
     """Seconds of one batch."""
 
     rows: int
@@ -69,10 +67,9 @@ class ModelStatistics:
     def as_json(self, name: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`; whole numbers, times in nanoseconds."""
         sizes = sorted(self._by_size.items())
+        about = {"name": name, "version": version, "last_inference": round(1e3 * self._last_inference)}
         return {
-            "name": name,
-            "version": version,
-            "last_inference": round(1e3 * self._last_inference),
+            **about,
             "inference_count": self._images,
             "execution_count": sum(durations["compute_infer"][0] for _, durations in sizes),
             "inference_stats": self._times.as_json("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss"),

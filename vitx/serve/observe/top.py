@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException, IncompleteRead
 from typing import Any
+from urllib import request as web
 from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,13 +20,6 @@ Labels = frozenset[tuple[str, str]]
 
 _TIMEOUT_SECONDS = 5.0
 _MAX_BYTES = 64 * 2**20
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    """The token is for the server that was named, not for one that it names."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -63,8 +56,11 @@ class ServerClient:
             raise InputError(f"'{url}' is not the address of a server: expected one such as http://127.0.0.1:8000")
         self.url = url
         self._tokens = {"/v1/stats": token, "/metrics": metrics_token or token}
-        tls = [HTTPSHandler(context=ssl.create_default_context(cafile=cafile))] if url.startswith("https:") else []
-        self._opener = build_opener(_NoRedirect, *tls)
+        tls = web.HTTPSHandler(context=ssl.create_default_context(cafile=cafile) if url.startswith("https:") else None)
+        self._opener = web.OpenerDirector()  # follows no redirect: the token is for the server that was named
+        kinds = web.ProxyHandler, web.HTTPHandler, web.HTTPDefaultErrorHandler, web.HTTPErrorProcessor
+        for handler in (tls, *(kind() for kind in kinds)):
+            self._opener.add_handler(handler)
 
     def read(self) -> Reading:
         """Read now; raise EnvironmentMissing if nothing answers, or something other than `vitx serve`."""
@@ -86,7 +82,7 @@ class ServerClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         end, answer = time.monotonic() + _TIMEOUT_SECONDS, bytearray()
         try:
-            with self._opener.open(Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
+            with self._opener.open(web.Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
                 while piece := reply.read1(2**16):
                     answer += piece
                     if len(answer) > _MAX_BYTES or time.monotonic() > end:

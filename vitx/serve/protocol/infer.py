@@ -9,7 +9,6 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -82,36 +81,22 @@ class Contract(NamedTuple):
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """The body of `GET /v2/models/NAME`; `versions`: the loaded versions of the model."""
+        inputs = [{"name": self.input_name, "datatype": "UINT8", "shape": [-1, *self.image_shape]}]
         outputs = [{"name": name, "datatype": "FP32", "shape": [-1, width]} for name, width in self.widths().items()]
-        return {
-            "name": self.model,
-            "versions": list(versions),
-            "platform": "onnxruntime_onnx",
-            "inputs": [{"name": self.input_name, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
-            "outputs": outputs,
-        }
+        about = {"name": self.model, "versions": list(versions), "platform": "onnxruntime_onnx"}
+        return {**about, "inputs": inputs, "outputs": outputs}
 
     def config(self, max_batch: int, preferred: Sequence[int]) -> dict[str, Any]:
-        """The body of `GET /v2/models/NAME/config` (Triton's model configuration extension).
-
-        preferred: the present sizes of a full batch.
-        """
+        """The body of `GET /v2/models/NAME/config`, Triton's extension. preferred: present sizes of a full batch."""
         dims = list(self.image_shape)
         image = {"name": self.input_name, "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": dims}
-        widths = self.widths().items()
-        return {
-            "name": self.model,
-            "platform": "onnxruntime_onnx",
-            "backend": "onnxruntime",
-            "max_batch_size": max_batch,
-            "input": [image],
-            "output": [{"name": name, "data_type": "TYPE_FP32", "dims": [width]} for name, width in widths],
-            "dynamic_batching": {"preferred_batch_size": list(preferred)},
-        }
+        outputs = [{"name": name, "data_type": "TYPE_FP32", "dims": [width]} for name, width in self.widths().items()]
+        about = {"name": self.model, "platform": "onnxruntime_onnx", "backend": "onnxruntime"}
+        batching = {"max_batch_size": max_batch, "dynamic_batching": {"preferred_batch_size": list(preferred)}}
+        return {**about, **batching, "input": [image], "output": outputs}
 
 
-@dataclass(slots=True)
-class InferRequest:
+class InferRequest(NamedTuple):
     """A valid request; `images` is uint8 (N, S, S, 3), N ≥ 1.
 
     outputs: how each is wanted, in the order of the reply. further: whether not the logits alone are. priority:
@@ -161,8 +146,7 @@ def decode_infer_request(
     return parsed.request(rest, contract, memory, data)
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedHeader:
+class ParsedHeader(NamedTuple):
     """The checked JSON of a request, without pixels."""
 
     tensor: Mapping[str, Any]

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitx.serve.batching.request_queue import priority_level
 from vitx.serve.errors import RequestError, too_large
@@ -55,8 +55,7 @@ class Region:
         return dict(zip(REGION_PARAMETERS, (self.name, self.offset, len(data)), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
+class RequestedOutput(NamedTuple):
     """How the client wants an output. top_k: the classes of each image, 0 for the values. region: not in the body."""
 
     name: str
