@@ -196,7 +196,7 @@ def status_of(port: int, method: str, path: str, body: bytes | None = None) -> i
 
 def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first proxy is slow to start, as on a node that is busy: Ray ends it, and starts another."""
-    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "0.25")  # more with each proxy
+    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "0.4")  # more with each proxy
     with running_server(tiny_bundle.path, "--ray") as server:
         started = family(server.process.pid)
         assert len(processes(REPLICA, server.process.pid)) == 1

@@ -19,7 +19,7 @@ from vitx.serve.process.port import claim_port
 from vitx.serve.ray_app import application, checked
 
 APPLICATION = "vitx"
-_PROXY_SECONDS = 60
+_PROXY_SECONDS = 120
 
 
 def serve_on_ray(options: ServeOptions, address: str) -> None:
