@@ -304,7 +304,7 @@ def _running(
 
 
 def wait_until_ready(name: str, process: "subprocess.Popen[str]", port: int, path: str) -> None:
-    """Ask every 5 ms; raise RuntimeError when the process ends, or a minute has passed."""
+    """Ask every 50 ms; raise RuntimeError when the process ends, or a minute has passed."""
     request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end:
@@ -313,7 +313,7 @@ def wait_until_ready(name: str, process: "subprocess.Popen[str]", port: int, pat
         try:
             connection = Connection(("127.0.0.1", port))
         except OSError:
-            time.sleep(0.005)
+            time.sleep(0.05)
             continue
         try:
             if connection.ask(request)[0] == 200:
@@ -322,7 +322,7 @@ def wait_until_ready(name: str, process: "subprocess.Popen[str]", port: int, pat
             pass
         finally:
             connection.close()
-        time.sleep(0.005)
+        time.sleep(0.05)
     raise RuntimeError(f"{name} was not ready within {_START_SECONDS:g} s: {process.args!r}")
 
 

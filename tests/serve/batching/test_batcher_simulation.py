@@ -93,9 +93,10 @@ class Sent:
 class SlowModel:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.limits, self.seconds = scenario, scenario.batching, scenario.seconds
-        rates = {size: size / (seconds + 0.0005) for size, seconds in self.seconds.items()}
-        best = max(rates.values())
-        self.full = self.enough = min(size for size, rate in rates.items() if rate >= best / (1.03 if size > 1 else 1))
+        rates = {size: size / (seconds + 0.001) for size, seconds in self.seconds.items()}
+        alone, best = rates.get(1, 0.0), max((rate for size, rate in rates.items() if size > 1), default=0.0)
+        larger = [size for size, rate in rates.items() if size > 1 and rate >= best / 1.03]
+        self.full = self.enough = min(larger) if larger and alone < 1.03 * best else 1
         self.queue: list[Piece] = []  # in order of arrival, retried ones in front; priorities are sorted out by `take`
         self.sent: list[Sent] = []
         self.pieces: dict[int, list[Piece]] = {}

@@ -68,7 +68,7 @@ def test_what_a_batch_rarely_exceeds_is_the_mean_and_twice_its_deviation() -> No
 
 def test_a_size_is_worth_it_from_three_percent_on() -> None:
     def best(gain: float, smaller: int = 2) -> int:
-        seconds = {smaller: smaller - 0.0005, 2 * smaller: 2 * smaller / gain - 0.0005}
+        seconds = {smaller: smaller - 0.001, 2 * smaller: 2 * smaller / gain - 0.001}
         return LatencyCurve(seconds).best_size(8)
 
     assert (best(1.0299), best(1.0301)) == (2, 4)

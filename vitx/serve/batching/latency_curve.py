@@ -14,7 +14,7 @@ _SHARED = 0.5
 # A live batch counts as at most this many times the expected time: one that was descheduled says little.
 _OUTLIER = 2.0
 # The overhead of a batch under load: hand-over between threads, gathering the images, preemption, cold caches.
-_HAND_OVER_SECONDS = 0.0005
+_HAND_OVER_SECONDS = 0.001
 # A larger batch must be faster by this factor for each image: less is noise, and a smaller batch answers sooner.
 _WORTH_GROWING = 1.03
 # Where no batch stands by, an instance is idle after one for this long an image: replies, clients, their next requests.
