@@ -19,6 +19,7 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch, Images, Infer, RequestPart, RequestQueue, ignore, priority_level
+from vitx.serve.batching.size_search import size_search
 from vitx.serve.callbacks import awaited, batch_of_replies, settle
 from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError, inference_failed, unavailable
 from vitx.serve.limits import Batching
@@ -64,14 +65,17 @@ class Batcher:
         self.replaced_instances = 0  # so many have died
         self._concurrent_rows = 1.0
         self._reply_lag = 0.0
-        self.full_batch = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
+        largest, preferred, instances = self.batching.max_batch, self.batching.preferred, self.batching.instances
+        self.full_batch = self.curve.best_size(largest, preferred)
+        self._search = size_search(self.curve.sizes(largest, preferred), self.full_batch, instances)
+        next(self._search)
         self._enough = self.full_batch  # rows of a batch that is sent at once: full, or so many that one can stand by
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # kept here: uvloop's handle of a timer below one millisecond has no `when`
         self._closed = False
         self._drained = asyncio.Event()
         self._infer, self._under_load = infer, under_load or infer
-        self._threads = InstanceThreads(self.batching.instances, self.batching.max_batch, self._finish)
+        self._threads = InstanceThreads(instances, largest, self._finish)
 
     @property
     def queued(self) -> int:
@@ -175,11 +179,9 @@ class Batcher:
         assert part.deadline is not None
         now = time.monotonic()
         left = part.deadline - now
-        if left < _TIMER_GRAIN:
-            refusal = DeadlineMissed(now - part.arrived, None, self._retry_after())
-        else:
-            refusal = DeadlineMissed(left, max(left, self._last_batch_seconds(part.rows)), self._retry_after())
-        part.settle(error=refusal)  # which drops all parts of its request
+        needed, passed = max(left, self._last_batch_seconds(part.rows)), left < _TIMER_GRAIN
+        given = (now - part.arrived, None) if passed else (left, needed)
+        part.settle(error=DeadlineMissed(given[0], given[1], self._retry_after()))  # drops all parts of its request
 
     def drop(self, parts: Sequence[RequestPart]) -> None:
         """Remove the parts of a request that was cancelled, or of which another part failed."""
@@ -244,9 +246,8 @@ class Batcher:
         self._enough = self.curve.size_to_stand_by(
             round(self._concurrent_rows), self.batching.instances, self.full_batch, self.batching.preferred
         )
-        before = self._queue.rows
         parts = self._queue.take(self._size(now), now)
-        rows = before - self._queue.rows
+        rows = sum(part.rows for part in parts)
         # Alone by the recent concurrency: a batch that begins alone may soon have others beside it.
         batch = Batch(parts, rows, self._infer if rows >= round(self._concurrent_rows) else self._under_load)
         for part in parts:
@@ -276,6 +277,7 @@ class Batcher:
             self._retry(batch)
         elif batch.logits is not None and batch.started is not None:  # with the time to decode or gather images
             self.curve.observe(len(batch.logits), batch.computed - batch.started)
+            self.full_batch = self._search.send((batch.rows, batch.computed))
         self._send_due_batches()
         if not batch.died:
             self._answer(batch)
@@ -324,14 +326,9 @@ class Batcher:
         now, started = time.monotonic(), batch.started
         assert started is not None
         self._reply_lag += _LAG_RATE * (now - batch.computed - self._reply_lag)
-        times = BatchTimes(
-            rows=rows,
-            gather=batch.gathered - started,
-            compute=batch.computed - batch.gathered,
-            output=now - batch.computed,
-            # Not a tuple: Python keeps 2,000 of each length that a generator makes.
-            queue=[started - part.arrived for part in batch.parts if part.unread is None],
-        )
+        # Not a tuple: Python keeps 2,000 of each length that a generator makes.
+        queue = [started - part.arrived for part in batch.parts if part.unread is None]
+        times = BatchTimes(rows, batch.gathered - started, batch.computed - batch.gathered, now - batch.computed, queue)
         self.statistics.add_batch(times)
         self._on_batch(times)
 

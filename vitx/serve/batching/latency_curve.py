@@ -4,8 +4,11 @@ The curve starts with measured points (a bundle's `latency.json`, or the warm-up
 It is linear between its points, and proportional to the number of rows beyond the last one.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vitx.core.probabilities import Float64Array
 
 # The weight of one live batch in the curve: after about twenty batches an outdated point is corrected.
 _LEARNING_RATE = 0.05
@@ -37,11 +40,10 @@ class LatencyCurve:
         self, seconds_by_rows: Mapping[int, float] | None = None, fastest: Mapping[int, float] | None = None
     ) -> None:
         """`seconds_by_rows`: the usual seconds of each size. `fastest`: the least seconds, default: the usual ones."""
-        points = sorted((seconds_by_rows or {}).items())
-        self._measured = tuple(rows for rows, _ in points)
-        self._fastest = [(fastest or dict(points))[rows] for rows in self._measured]
-        self._rows = list(self._measured)
-        self._seconds = [seconds for _, seconds in points]
+        usual = dict(sorted((seconds_by_rows or {}).items()))
+        self._measured = tuple(usual)
+        self._fastest = np.array([(fastest or usual)[rows] for rows in usual])
+        self._rows, self._seconds = [*usual], np.array([*usual.values()])
         self._deviation = 0.0  # mean of |measured / expected − 1|
 
     def seconds(self, rows: int) -> float:
@@ -60,8 +62,8 @@ class LatencyCurve:
         """
         if not self._measured:
             return max((size for size in preferred if size <= rows), default=rows)
-        sizes = self._sizes(min(rows, self._measured[-1]), preferred)
-        rates = {size: size / (self._least(size) + _HAND_OVER_SECONDS) for size in sizes}
+        sizes = self.sizes(min(rows, self._measured[-1]), preferred)
+        rates = {size: size / (_between(self._measured, self._fastest, size) + _HAND_OVER_SECONDS) for size in sizes}
         best = max((rate for size, rate in rates.items() if size > 1), default=0.0)
         # A batch of one loses more under load than its timing says, and a lone request runs alone with any size.
         least = {size: best * _WORTH_GROWING if size == 1 else best / _WORTH_GROWING for size in rates}
@@ -73,45 +75,29 @@ class LatencyCurve:
         `best` where there is none, or where it would be too slow: then a batch for each instance is all there is, and
         an instance is idle from the end of its batch until the next requests are there.
         """
-        fitting = [size for size in self._sizes(best, preferred) if size * (instances + 1) <= _ON_THEIR_WAY * rows]
+        fitting = [size for size in self.sizes(best, preferred) if size * (instances + 1) <= _ON_THEIR_WAY * rows]
         if not fitting:
             return best
         size = max(fitting)
-        together = min(best, max(size, rows // instances))
-        slowest = _WORTH_GROWING * self._least(together) / together + _IDLE_SECONDS
-        return size if self._least(size) / size <= slowest else best
+        both = size, min(best, max(size, rows // instances))
+        stands_by, idle = (_between(self._measured, self._fastest, rows) / rows for rows in both)
+        return size if stands_by <= _WORTH_GROWING * idle + _IDLE_SECONDS else best
 
-    def _sizes(self, largest: int, preferred: Sequence[int]) -> Sequence[int]:
+    def sizes(self, largest: int, preferred: Sequence[int]) -> Sequence[int]:
+        """The preferred sizes, or those that were measured."""
         return [size for size in preferred if size <= largest] or [size for size in self._measured if size <= largest]
-
-    def _least(self, rows: int) -> float:
-        """Seconds at the start, at the fastest."""
-        return _between(self._measured, self._fastest, rows)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a batch that ran live."""
         if not self._rows:
-            self._rows, self._seconds = [rows], [seconds]
+            self._rows, self._seconds = [rows], np.array([seconds])
             return
         ratio = min(seconds / self.seconds(rows), _OUTLIER) - 1
         self._deviation += _LEARNING_RATE * (abs(ratio) - self._deviation)
-        right, share = _place(self._rows, rows)
-        for index in range(len(self._rows)):
-            near = share if index == right else 1 - share if index == right - 1 else 0.0
-            self._seconds[index] *= 1 + _LEARNING_RATE * ratio * max(_SHARED, near)
+        near = [np.interp(rows, self._rows, point) for point in np.eye(len(self._rows))]
+        self._seconds *= 1 + _LEARNING_RATE * ratio * np.maximum(_SHARED, near)
 
 
-def _between(points: Sequence[int], seconds: Sequence[float], rows: int) -> float:
-    if rows > points[-1]:
-        return seconds[-1] * rows / points[-1]
-    right, share = _place(points, rows)
-    return seconds[right - 1] * (1 - share) + seconds[right] * share
-
-
-def _place(points: Sequence[int], rows: int) -> tuple[int, float]:
-    """The first point of at least `rows`, or the last; and its weight, with that of the one before it 1."""
-    right = min(bisect_left(points, rows), len(points) - 1)
-    if right == 0 or rows > points[right]:
-        return right, 1.0  # below the smallest measured size nothing is known to be faster
-    left = points[right - 1]
-    return right, (rows - left) / (points[right] - left)
+def _between(points: Sequence[int], seconds: Float64Array, rows: int) -> float:
+    """Below the smallest measured size nothing is known to be faster."""
+    return float(np.interp(rows, points, seconds)) * max(1.0, rows / points[-1])

@@ -34,17 +34,8 @@ _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadli
 _OF_CALL = ("x-request-id", "traceparent", "tracestate")
 _TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
 _WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
-_CODES = {
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    409: grpc.StatusCode.ALREADY_EXISTS,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    500: grpc.StatusCode.INTERNAL,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
+_CODES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED"}
+_CODES |= {409: "ALREADY_EXISTS", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
 _InferRequest = message_class("ModelInferRequest")
 _StreamResponse = message_class("ModelStreamInferResponse")
 
@@ -257,7 +248,7 @@ async def _abort(context: Any, error: RequestError) -> None:
 
     Of missed deadlines only one that has passed is DEADLINE_EXCEEDED.
     """
-    code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
+    code = grpc.StatusCode[_CODES.get(error.status, "INVALID_ARGUMENT")]
     if isinstance(error, DeadlineMissed):
         code = grpc.StatusCode.DEADLINE_EXCEEDED if error.passed else grpc.StatusCode.RESOURCE_EXHAUSTED
     wait = (("grpc-retry-pushback-ms", str(1000 * error.retry_after)),) if error.retry_after is not None else ()

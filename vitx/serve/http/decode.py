@@ -119,9 +119,8 @@ class Decoder:
 
         It returns TooManyPixels where its header says that it is not cheap.
         """
-        if self._processes or batcher.batching.instances < self._threads or batcher.queued >= _UNDECODED:
-            return None
-        if len(data) > _CHEAP_BYTES or data.count(b"\xff\xda") > _CHEAP_SCANS:
+        full = batcher.batching.instances < self._threads or batcher.queued >= _UNDECODED
+        if self._processes or full or len(data) > _CHEAP_BYTES or data.count(b"\xff\xda") > _CHEAP_SCANS:
             return None
 
         def work() -> UInt8Array | Exception:

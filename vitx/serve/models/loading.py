@@ -250,9 +250,8 @@ def measure_curve(session: Session, shape: Sequence[int], batching: Batching) ->
             """Seconds of one batch on each instance."""
             return list(callers.map(_seconds_of, [several] * batching.instances, repeat(images[:rows])))
 
-        powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
-        preferred = {size for size in batching.preferred if size < batching.max_batch}
-        for rows in sorted({*powers, *preferred, batching.max_batch}):
+        sizes = {2**exponent for exponent in range(batching.max_batch.bit_length())} | {*batching.preferred}
+        for rows in sorted({min(size, batching.max_batch) for size in (*sizes, batching.max_batch)}):
             expected = min(taken[max(taken)]) * rows / max(taken) if taken else 0.0
             if taken and time.perf_counter() + expected > start + _SECONDS / 2:
                 break

@@ -33,22 +33,9 @@ class ServedModel:
         self.canary = warm.canary
         self.fault: str | None = None
         self.cache: ModelCache | None = None  # set by a ModelSet that has a cache
-        names = warm.outputs.names if warm.outputs else ()
         self.key = self.name, self.version = warm.offer.key
-        self.contract = Contract.of(self.bundle.manifest, self.version, names)
+        self.contract = Contract.of(self.bundle.manifest, self.version, warm.outputs.names if warm.outputs else ())
         self.runtime = warm.session.describe()
-        self._batchers = [
-            Batcher(
-                infer_rows(session),
-                warm.batching,
-                curve=curve,
-                on_batch=lambda times: self.metrics.batch(times),
-                under_load=infer_rows(session.under_load),
-            )
-            for session, curve in warm.loaded
-        ]
-        self.batcher = self._batchers[0]
-        self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
         verdict = self.certificate.verdict if self.certificate else "uncertified"
         precision = self.runtime.get("precision", self.bundle.manifest.precision)
         self.metrics = metrics.add_model(
@@ -58,6 +45,11 @@ class ServedModel:
             lambda: self.running,
             lambda: sum(batcher.replaced_instances for batcher in self._batchers),
         )
+        make = partial(Batcher, batching=warm.batching, on_batch=self.metrics.batch)
+        loaded = [(infer_rows(each), infer_rows(each.under_load), curve) for each, curve in warm.loaded]
+        self._batchers = [make(alone, curve=curve, under_load=beside) for alone, beside, curve in loaded]
+        self.batcher = self._batchers[0]
+        self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
 
     async def close(self) -> None:
         """Finish what the batcher accepted, then free the model."""
@@ -130,14 +122,13 @@ class ServedModel:
             "data": manifest.data,
             "provenance": manifest.provenance.model_dump(mode="json"),
         }
+        further = dict(self.contract.further)
         own = {
             "certified": self.certificate is not None,
             **_without_folders(made),
             "runtimes": warm.runtimes,
             "fault": self.fault,
-            "outputs": [
-                spec.model_dump(mode="json") for spec in manifest.outputs if spec.name in dict(self.contract.further)
-            ],
+            "outputs": [spec.model_dump(mode="json") for spec in manifest.outputs if spec.name in further],
             "precision": manifest.precision,
             "labels": manifest.labels,
             "preprocessing": manifest.preprocessing.model_dump(mode="json"),

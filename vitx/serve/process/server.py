@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -240,20 +240,16 @@ class Server:
 
 
 def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:
+    own: dict[str, Any] = {"ws": "none", "lifespan": "off", "proxy_headers": False, "server_header": False}
+    own |= {"log_config": None, "log_level": "error", "access_log": False}  # clients could fill the log with warnings
     return uvicorn.Config(
         app,
         http=protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # clients could fill the log with warnings
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
         ssl_ca_certs=options.tls_client_ca,
         ssl_cert_reqs=ssl.CERT_NONE if options.tls_client_ca is None else ssl.CERT_REQUIRED,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,  # accepted requests are done by then
+        **own,
     )

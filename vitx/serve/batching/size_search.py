@@ -1,0 +1,44 @@
+"""Corrects the size of a full batch: what the start measures is short, without HTTP, and often disturbed."""
+
+from collections.abc import Generator, Sequence
+from statistics import median
+
+_WINDOW_SECONDS, _WINDOW_BATCHES, _PAIRS = 0.25, 8, 9  # at least so long; so many batches of each instance; of windows
+_GAIN = 1.03  # that makes a larger size worth it; a smaller one answers sooner, and must be no worse
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 512  # windows
+
+# Gives the rows of a full batch; takes the rows of one that ran, and when it was computed, in seconds.
+Ended = Generator[int, tuple[int, float], float]
+
+
+def size_search(sizes: Sequence[int], best: int, instances: int) -> Ended:
+    """Hill climbing under load: the best size and a neighbour take turns, and the images of a second are compared."""
+    sizes, step, pause = sorted({*sizes, best}), 1, _SHORTEST_PAUSE
+    while True:
+        left, ratios = pause, list[float]()
+        while left:
+            left -= bool((yield from _rate(best, instances)))
+        place = sizes.index(best) + step
+        while place in range(len(sizes)) and len(ratios) < _PAIRS:
+            if usual := (yield from _rate(best, instances)):
+                if ratio := (yield from _rate(sizes[place], instances)) / usual:
+                    ratios.append(ratio)
+                elif not ratios:
+                    break
+        if len(ratios) == _PAIRS and median(ratios) >= (_GAIN if step > 0 else 1.0):
+            best, pause = sizes[place], _SHORTEST_PAUSE
+        else:
+            step, pause = -step, min(2 * pause, _LONGEST_PAUSE)
+
+
+def _rate(size: int, instances: int) -> Ended:
+    """Images a second in a window of batches of this size; 0 if one was another's, for want of requests."""
+    count, since, now = -3 * instances, 0.0, 0.0  # the first ones, or what ran beside them, may be of the size before
+    while count < _WINDOW_BATCHES * instances or now < since + _WINDOW_SECONDS:
+        rows, now = yield size
+        count += 1
+        if count <= 0:
+            since = now
+        elif rows != size:
+            return 0.0
+    return count * size / (now - since)
