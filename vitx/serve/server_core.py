@@ -68,9 +68,8 @@ class ServerCore:
         self.loader = Loader(options)
         self.budget = MemoryBudget(self.limits.memory_bytes)
         self.repository: Repository | None = None
-        apart, observe = options.decode == "processes", self.metrics.decode_seconds.observe
-        pixels, queue = options.max_pixels, options.queue
-        self.decoder = Decoder(max_pixels=pixels, capacity=queue, processes=apart, on_decode=observe)
+        apart, timed = options.decode == "processes", self.metrics.decode_seconds.observe
+        self.decoder = Decoder(max_pixels=options.max_pixels, capacity=options.queue, processes=apart, on_decode=timed)
 
     def about(self) -> dict[str, Any]:
         """The server's metadata, with the protocol's extensions that it offers."""

@@ -86,9 +86,8 @@ class Batcher:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1, or of one that is still to be decoded.
 
         priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; None: it may take any time.
-        Cancelling the caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, why
-        the image cannot be decoded, or RequestError: 400 for an unknown priority, 500 where the model raises, 503 after
-        `close`.
+        Cancelling removes images that do not run yet. Raises QueueFull, DeadlineMissed, why an image cannot be read,
+        or RequestError: 400 for an unknown priority, 500 where the model raises, 503 after `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
         submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)
@@ -179,9 +178,9 @@ class Batcher:
         assert part.deadline is not None
         now = time.monotonic()
         left = part.deadline - now
-        needed, passed = max(left, self._last_batch_seconds(part.rows)), left < _TIMER_GRAIN
-        given = (now - part.arrived, None) if passed else (left, needed)
-        part.settle(error=DeadlineMissed(given[0], given[1], self._retry_after()))  # drops all parts of its request
+        passed, retry = left < _TIMER_GRAIN, self._retry_after()
+        needed = None if passed else max(left, self._last_batch_seconds(part.rows))
+        part.settle(error=DeadlineMissed(now - part.arrived if passed else left, needed, retry))  # drops all its parts
 
     def drop(self, parts: Sequence[RequestPart]) -> None:
         """Remove the parts of a request that was cancelled, or of which another part failed."""

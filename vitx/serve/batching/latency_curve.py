@@ -4,11 +4,8 @@ The curve starts with measured points (a bundle's `latency.json`, or the warm-up
 It is linear between its points, and proportional to the number of rows beyond the last one.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-
-import numpy as np
-
-from vitx.core.probabilities import Float64Array
 
 # The weight of one live batch in the curve: after about twenty batches an outdated point is corrected.
 _LEARNING_RATE = 0.05
@@ -31,9 +28,8 @@ _DEVIATIONS = 2.0
 class LatencyCurve:
     """Seconds of a batch by its number of images; empty until something was measured.
 
-    Live batches move the whole curve, but say little of its shape: only the size in use is measured, and with the rest
-    of the server running. So `best_size` compares the `fastest` times of the first measurement, which timed the sizes
-    alternately.
+    Live batches move the whole curve, but say little of its shape: only the size in use is measured. So `best_size`
+    compares the `fastest` times of the first measurement, which timed the sizes alternately.
     """
 
     def __init__(
@@ -42,8 +38,8 @@ class LatencyCurve:
         """`seconds_by_rows`: the usual seconds of each size. `fastest`: the least seconds, default: the usual ones."""
         usual = dict(sorted((seconds_by_rows or {}).items()))
         self._measured = tuple(usual)
-        self._fastest = np.array([(fastest or usual)[rows] for rows in usual])
-        self._rows, self._seconds = [*usual], np.array([*usual.values()])
+        self._fastest = [(fastest or usual)[rows] for rows in usual]
+        self._rows, self._seconds = [*usual], [*usual.values()]
         self._deviation = 0.0  # mean of |measured / expected − 1|
 
     def seconds(self, rows: int) -> float:
@@ -90,14 +86,23 @@ class LatencyCurve:
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a batch that ran live."""
         if not self._rows:
-            self._rows, self._seconds = [rows], np.array([seconds])
+            self._rows, self._seconds = [rows], [seconds]
             return
         ratio = min(seconds / self.seconds(rows), _OUTLIER) - 1
         self._deviation += _LEARNING_RATE * (abs(ratio) - self._deviation)
-        near = [np.interp(rows, self._rows, point) for point in np.eye(len(self._rows))]
-        self._seconds *= 1 + _LEARNING_RATE * ratio * np.maximum(_SHARED, near)
+        near = _shares(self._rows, rows)
+        for index in range(len(self._rows)):
+            self._seconds[index] *= 1 + _LEARNING_RATE * ratio * max(_SHARED, near.get(index, 0.0))
 
 
-def _between(points: Sequence[int], seconds: Float64Array, rows: int) -> float:
-    """Below the smallest measured size nothing is known to be faster."""
-    return float(np.interp(rows, points, seconds)) * max(1.0, rows / points[-1])
+def _between(points: Sequence[int], seconds: Sequence[float], rows: int) -> float:
+    return sum(share * seconds[index] for index, share in _shares(points, rows).items()) * max(1.0, rows / points[-1])
+
+
+def _shares(points: Sequence[int], rows: int) -> dict[int, float]:
+    """How near the points around `rows` are; below the smallest measured size nothing is known to be faster."""
+    right = min(bisect_left(points, rows), len(points) - 1)
+    if right == 0 or rows >= points[right]:
+        return {right: 1.0}
+    share = (rows - points[right - 1]) / (points[right] - points[right - 1])
+    return {right - 1: 1 - share, right: share}

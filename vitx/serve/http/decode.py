@@ -115,10 +115,7 @@ class Decoder:
     def here(
         self, data: bytes, steps: Preprocessing, batcher: Batcher, record: RequestRecord
     ) -> Callable[[], UInt8Array | Exception] | None:
-        """What decodes a cheap image into (1, S, S, 3) on a thread of the batcher's; None: `decode` it.
-
-        It returns TooManyPixels where its header says that it is not cheap.
-        """
+        """What decodes a cheap image into (1, S, S, 3), or gives TooManyPixels, on the batcher's thread; else None."""
         full = batcher.batching.instances < self._threads or batcher.queued >= _UNDECODED
         if self._processes or full or len(data) > _CHEAP_BYTES or data.count(b"\xff\xda") > _CHEAP_SCANS:
             return None
