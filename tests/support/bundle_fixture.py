@@ -241,6 +241,15 @@ def png(pixels: UInt8Array) -> bytes:
     return buffer.getvalue()
 
 
+def damaged_fax(rows: int) -> bytes:
+    """A TIFF of 64 pixels a row that can be decoded; libtiff has a line to say about nearly every row."""
+    stream = io.BytesIO()
+    Image.new("1", (64, rows)).save(stream, "TIFF", compression="group3")
+    data = bytearray(stream.getvalue())
+    data[8:-200] = np.random.default_rng(0).bytes(len(data) - 208)  # not the header, and not the tags behind the rows
+    return bytes(data)
+
+
 def tar_of(members: Mapping[str, bytes]) -> bytes:
     """A tar file, by name and content."""
     buffer = io.BytesIO()

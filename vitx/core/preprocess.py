@@ -4,6 +4,7 @@ Training's evaluation, parity, the server and offline prediction all call it, so
 not here: it lives inside the exported graph.
 """
 
+import ctypes
 import io
 import logging
 import math
@@ -11,12 +12,13 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError, _imaging
 from pydantic import Field
 
 from vitx.core.errors import InputError
@@ -175,9 +177,14 @@ def ignore_image_warnings() -> None:
     It would be a line, and an entry that is never freed, for every text that somebody makes up, such as a size beyond
     Pillow's limit (MAX_PIXELS decides here) or the tags of a TIFF. A filter around each call of Pillow is no way out:
     `warnings.catch_warnings` is not safe in threads, and lets every other warning of the process appear again.
+    libtiff writes to stderr itself: a line for each row of a damaged fax, 125 MB for a file of 60 KB.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    with suppress(AttributeError, OSError):  # a Pillow without libtiff, or that hides it
+        libraries = ctypes.CDLL(_imaging.__file__)
+        for set_handler in (libraries.TIFFSetErrorHandler, libraries.TIFFSetWarningHandler):
+            set_handler(None)
 
 
 def decode(

@@ -19,7 +19,7 @@ from bundle_fixture import PREPROCESSING, colour_image, png, write_bundle
 from server_process import ServerProcess, running_server
 from vitx.core.preprocess import ImageError, TooManyPixels, UInt8Array
 from vitx.serve.batching.batcher import Batcher
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.http.decode import Decoder
 from vitx.serve.observe.request_record import RequestRecord
 from vitx.serve.options import ServeOptions
@@ -56,7 +56,7 @@ def test_which_images_are_decoded_with_their_batch() -> None:
     assert here(small, threads=1, processes=True) is None
     assert here(small + bytes(2**18)) is None
     assert here(small + 12 * SCAN) is not None
-    assert here(small + 13 * SCAN) is None
+    assert here(small + 13 * SCAN) is None  # a TIFF may have JPEGs in it
 
 
 def test_the_pixels_are_those_of_the_pool_and_errors_are_returned() -> None:
@@ -134,6 +134,44 @@ def test_images_of_an_instance_that_dies_are_decoded_once_and_computed_by_anothe
         batcher = Batcher(infer, ServeOptions(instances=1).batching)
         assert (await batcher.submit([decode]))[0, 0] == 1
         assert (decoded, batcher.replaced_instances) == ([1], 1)
+        await batcher.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("standing_by", [True, False], ids=["in the next batch", "in the queue"])
+@pytest.mark.parametrize("timeout", [None, 0.05], ids=["hang-up", "deadline"])
+def test_what_nobody_waits_for_is_not_decoded(standing_by: bool, timeout: float | None) -> None:
+    async def test() -> None:
+        busy, release, decoded = threading.Event(), threading.Event(), list[str]()
+
+        def image(name: str) -> Any:
+            def decode() -> UInt8Array:
+                decoded.append(name)
+                return np.ones((1, 1, 1, 3), np.uint8)
+
+            return [decode]
+
+        def infer(images: UInt8Array) -> Any:
+            busy.set()
+            release.wait(10)
+            return images[:, 0, 0].astype(np.float32)
+
+        batcher = Batcher(infer, ServeOptions(instances=1, max_batch=1).batching)
+        names = ["runs"] if standing_by else ["runs", "next"]
+        before = [asyncio.create_task(batcher.submit(image(name))) for name in names]
+        await asyncio.to_thread(busy.wait, 10)
+        deadline = timeout and asyncio.get_running_loop().time() + timeout
+        unwanted = asyncio.create_task(batcher.submit(image("unwanted"), deadline=deadline))
+        await asyncio.sleep(0.1)
+        if timeout is None:
+            unwanted.cancel()
+        last = asyncio.create_task(batcher.submit(image("last")))
+        found = (await asyncio.gather(unwanted, return_exceptions=True))[0]
+        assert isinstance(found, asyncio.CancelledError if timeout is None else DeadlineMissed)
+        release.set()
+        assert len(await asyncio.gather(*before, last)) == len(names) + 1
+        assert decoded == [*names, "last"]
         await batcher.close()
 
     asyncio.run(test())

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bundle_fixture import colour_image, png, write_bundle
+from bundle_fixture import colour_image, damaged_fax, png, write_bundle
 from server_process import ServerProcess, running_server, wait_until
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.serve.http import decode_process
@@ -200,6 +200,18 @@ def test_a_server_survives_its_decoders(tmp_path: Path) -> None:
             for child in left:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("apart", ["threads", "processes"])
+def test_an_image_says_nothing_on_stderr(tmp_path: Path, apart: str) -> None:
+    """libtiff did: 125 MB for a file of 60 kB."""
+    bundle = write_bundle(tmp_path / "tiny.vitx").path
+    with running_server(bundle, "--allow-uncertified", "--decode", apart) as server:
+        for rows in (5000, 20_000):  # decoded with its batch, in the pool
+            assert classify(server, body=damaged_fax(rows))[0] == 200
+        assert server.stop() == 0
+        assert server.process.stderr is not None
+        assert "Fax" not in server.process.stderr.read()
 
 
 def test_decoders_end_with_a_server_that_is_killed(tmp_path: Path) -> None:

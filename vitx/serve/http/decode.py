@@ -30,14 +30,12 @@ from vitx.serve.observe.request_record import RequestRecord
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
-# Pillow copies a WebP's, four bytes each, while no other thread runs: 0.08 s on a slow day.
-_WEBP_PIXELS = 2**24
+_WEBP_PIXELS = 2**24  # Pillow copies them, four bytes each, while no other thread runs: 0.08 s on a slow day
 _CHEAP_PIXELS = 1_000_000  # some hundredths of a second, as PNG
 _CHEAP_BYTES = 2**18
-_CHEAP_SCANS = 12  # of a JPEG
+_CHEAP_SCANS = 12  # also of the JPEGs in a TIFF
 _UNDECODED = 64  # images that wait for a batch before one that would be decoded with it: here clients take no turns
-_SCAN = re.compile(b"\xff\xda")  # a scan begins
-_MOST_SCANS = 100  # of a JPEG: each goes over the whole image, in a few bytes; progressive ones have about ten
+_MOST_SCANS = 100  # each goes over the whole image, in a few bytes; progressive JPEGs have about ten
 _CLIENTS = 4096  # remembered at most, and one more
 Decode = Callable[[bytes, Preprocessing, int], UInt8Array]  # with the most pixels; raises ImageError
 
@@ -117,7 +115,7 @@ class Decoder:
     ) -> Callable[[], UInt8Array | Exception] | None:
         """What decodes a cheap image into (1, S, S, 3), or gives TooManyPixels, on the batcher's thread; else None."""
         full = batcher.batching.instances < self._threads or batcher.queued >= _UNDECODED
-        if self._processes or full or len(data) > _CHEAP_BYTES or data.count(b"\xff\xda") > _CHEAP_SCANS:
+        if self._processes or full or len(data) > _CHEAP_BYTES or _has_more_scans(data, _CHEAP_SCANS):
             return None
 
         def work() -> UInt8Array | Exception:
@@ -200,8 +198,7 @@ class Decoder:
         started = time.perf_counter()
         most = min(self._max_pixels, _WEBP_PIXELS) if data[8:12] == b"WEBP" else self._max_pixels
         try:
-            # A third of the time of bytes.count, during which no other thread runs.
-            if data.startswith(b"\xff\xd8") and any(islice(_SCAN.finditer(data), _MOST_SCANS, None)):
+            if data.startswith(b"\xff\xd8") and _has_more_scans(data, _MOST_SCANS):
                 raise ImageError(f"JPEG of more than {_MOST_SCANS} scans")
             image = decode(data, steps, min(most, limit))
         except TooManyPixels as found:
@@ -212,3 +209,8 @@ class Decoder:
             return failure
         self._on_decode(time.perf_counter() - started)
         return image
+
+
+def _has_more_scans(data: bytes, most: int) -> bool:
+    """Whether more begin, if it is, or has, a JPEG. A third of bytes.count's time, in which no other thread runs."""
+    return any(islice(re.finditer(b"\xff\xda", data), most, None))

@@ -13,9 +13,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import numpy as np
-from PIL import Image
 
 from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array, decode
+from vitx.serve.process.process_settings import configure_process
 
 _HUNG_SECONDS = 60  # without an answer: images that are allowed take a few seconds
 # In the server's own search path: by itself this command would look into the working folder first.
@@ -87,7 +87,7 @@ def work(file: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere a stopped process outlives the server
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    Image.MAX_IMAGE_PIXELS = None  # as in the server: the job's limit decides
+    configure_process()
     connection = Connection(file)
     with suppress(EOFError, OSError):
         while True:

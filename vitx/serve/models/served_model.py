@@ -41,8 +41,8 @@ class ServedModel:
         self.metrics = metrics.add_model(
             self.key,
             (verdict, str(self.runtime["runtime"]), str(self.runtime["provider"]), str(precision)),
-            lambda: self.queued,
-            lambda: self.running,
+            lambda: self.stats()["queued"],
+            lambda: self.stats()["running"],
             lambda: sum(batcher.replaced_instances for batcher in self._batchers),
         )
         make = partial(Batcher, batching=warm.batching, on_batch=self.metrics.batch)
@@ -98,14 +98,6 @@ class ServedModel:
         record = CURRENT_RECORD.get() or RequestRecord("")
         return await awaited(reply, self.start(request, deadline, record, partial(settle, reply)))
 
-    @property
-    def queued(self) -> int:
-        return sum(batcher.queued for batcher in self._batchers)
-
-    @property
-    def running(self) -> int:
-        return sum(batcher.running for batcher in self._batchers)
-
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`. `versions`: those loaded.
 
@@ -143,8 +135,10 @@ class ServedModel:
 
     def stats(self) -> dict[str, Any]:
         """The model's entry in `/v1/stats`, from which the page draws its charts; counters since the start."""
+        queued = sum(batcher.queued for batcher in self._batchers)
+        running = sum(batcher.running for batcher in self._batchers)
         counters = {"images": self.metrics.images, "batches": self.metrics.batches}
-        return {"name": self.name, "version": self.version, **counters, "queued": self.queued, "running": self.running}
+        return {"name": self.name, "version": self.version, **counters, "queued": queued, "running": running}
 
 
 class InFlight:

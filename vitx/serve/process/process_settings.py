@@ -1,4 +1,4 @@
-"""Everything that the server changes for its whole process. `serve` and Ray's replica call it; nothing else does."""
+"""Everything that the server changes for its whole process, a Ray replica's, or one that decodes; nothing else does."""
 
 import asyncio
 import ctypes
@@ -10,6 +10,8 @@ from itertools import count
 from typing import Any
 
 from PIL import Image
+
+from vitx.core.preprocess import ignore_image_warnings
 
 _YOUNG_OBJECTS = 10_000  # allocations before the garbage collector runs: about a hundred requests, by default seven
 
@@ -26,6 +28,7 @@ _TRIM_UNDER_LOAD = 30  # it takes a millisecond, and as much again until the fre
 def configure_process() -> None:
     """Call once, before anything is loaded."""
     Image.MAX_IMAGE_PIXELS = None  # `--max-pixels` alone decides, before an image is decoded
+    ignore_image_warnings()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # clients could fill the log with gRPC's warnings
     gc.set_threshold(_YOUNG_OBJECTS)
     sys.setswitchinterval(_SWITCH_SECONDS)
