@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_images
 from bundle_fixture import damaged_fax
 from cli_fixture import run_in_process
 from vitx.core.errors import InputError
-from vitx.core.preprocess import IMAGENET_MEAN, IMAGENET_STD, ImageError, Preprocessing, decode
+from vitx.core.preprocess import IMAGENET_MEAN, IMAGENET_STD, ImageError, Preprocessing, TooManyPixels, decode
 from vitx.core.sandbox import run_limited
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.inputs.training_data import TrainingData
@@ -368,6 +368,28 @@ def test_other_processes_print_no_warning_of_pillow(capfd: pytest.CaptureFixture
     with pytest.raises(InputError, match=r"large\.png: cannot decode the image"):
         next(data.batches(0, workers=1))
     assert capfd.readouterr().err == ""
+
+
+def tiled(*sides: tuple[int, int]) -> bytes:
+    """16×16 grey pixels in one packbits tile of these sides, given by entries (tag, value) in this order."""
+    rows = bytes([129, 0]) * 1000
+    tags = [(256, 16), (257, 16), (258, 8), (259, 32773), (262, 1), *sides, (324, 8), (325, len(rows))]
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<I", 8 + len(rows)) + rows + struct.pack("<H", len(tags)) + directory + bytes(4)
+
+
+def test_the_pixels_of_a_tiff_are_those_of_whole_tiles() -> None:
+    """A tile is in memory at once: 2 kB took a gibibyte for 16×16 pixels."""
+    assert decode(tiled((322, 256), (323, 256))).size == (16, 16)
+    with pytest.raises(TooManyPixels, match="image of 32768×32768 pixels"):
+        decode(tiled((322, 32768), (323, 32768)))
+    for unclear in (
+        ((322, 32768), (322, 16), (323, 32768), (323, 16)),  # libtiff takes the first, some Pillows the last
+        ((322, 16), (323, 0)),
+        ((322, 16),),
+    ):
+        with pytest.raises(ImageError, match="the size of its tiles is not clear"):
+            decode(tiled(*unclear))
 
 
 def test_a_large_grey_image_of_16_bits_is_in_memory_by_rows() -> None:

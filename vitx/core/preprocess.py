@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError, _imaging
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TILELENGTH, TILEWIDTH, TiffImageFile
 from pydantic import Field
 
 from vitx.core.errors import InputError
@@ -203,8 +204,9 @@ def decode(
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
-            if image.width * image.height > max_pixels:
-                raise TooManyPixels(image.width, image.height, max_pixels)
+            width, height = _size_in_tiles(image) if isinstance(image, TiffImageFile) else image.size
+            if width * height > max_pixels:
+                raise TooManyPixels(width, height, max_pixels)
             if check_size is not None:
                 check_size(*image.size)
             if shorter_side is not None:
@@ -224,6 +226,30 @@ def decode(
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise ImageError(f"cannot open the image: {error.strerror}") from None
         raise ImageError(f"cannot decode the image: {error}") from None
+
+
+def _size_in_tiles(image: TiffImageFile) -> tuple[int, int]:
+    """Width and height of all that libtiff decodes: whole tiles, each in memory at once, also for one pixel of it.
+
+    Of two entries of a tag libtiff takes the first, and Pillow before 13 the last: they are refused.
+    """
+    assert image.fp is not None
+    image.fp.seek(0)
+    order, version = ("<" if image.fp.read(2) == b"II" else ">"), image.fp.read(2)
+    count, entry = ("Q", 20) if b"+" in version else ("H", 12)  # BigTIFF
+    image.fp.seek(image.tag_v2.offset)
+    (entries,) = struct.unpack(order + count, image.fp.read(struct.calcsize(order + count)))
+    directory = image.fp.read(min(entries, 65_535) * entry)  # libtiff takes no more
+    kind = np.dtype({"names": ["tag"], "formats": [f"{order}u2"], "itemsize": entry})
+    tags = np.frombuffer(directory, kind, len(directory) // entry)["tag"]
+    tile = [tag for tag in tags.tolist() if tag in (TILEWIDTH, TILELENGTH)]
+    if not tile:
+        return image.size
+    sides = [image.tag_v2.get(tag) for tag in (TILEWIDTH, TILELENGTH)]
+    if len(tile) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ImageError("cannot decode the image: the size of its tiles is not clear")
+    across, down = sides
+    return -(-image.tag_v2[IMAGEWIDTH] // across) * across, -(-image.tag_v2[IMAGELENGTH] // down) * down
 
 
 def _decode_smaller(image: Image.Image, shorter_side: int) -> None:
