@@ -34,6 +34,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 try:
     import torch
     from torch import Tensor, nn
