@@ -17,6 +17,7 @@ from typing import Any
 
 from PIL import Image
 
+from support.cost_tiff import COMPRESSIONS, tiff
 from support.fuzz_grpc import SERVICE, good_request, varint
 from support.fuzz_http import http
 from vitx.serve.grpc.messages import message_class
@@ -180,6 +181,30 @@ def _image(values: Values, model: str) -> bytes:
     return _packed([data], values, model, "/v1/classify?model={model}", "image/png")
 
 
+def _tiff(values: Values, model: str) -> bytes:
+    return _packed([tiff(values)], values, model, "/v1/classify?model={model}", "image/tiff")
+
+
+def _chunks(values: Values, model: str) -> bytes:
+    """A PNG, or the chunks of a WebP, with others before its pixels: as they are, empty, or EXIF of shared tags."""
+    _limit(values["chunks"] * (12 + values["length"]), values)
+    if values["exif"]:
+        data = tiff({**_SMALLEST_TIFF, "tags": values["exif"], "noise": values["length"]})
+    else:
+        data = bytes(values["length"])
+    name = values["name"].encode()
+    if values["webp"]:
+        whole = _plain_image("WEBP", "RGBA", values["side"], values["side"], 0)
+        chunk = name + struct.pack("<I", len(data)) + data + bytes(len(data) % 2)
+        inner = whole[8:12] + chunk * values["chunks"] + whole[12:]
+        whole = b"RIFF" + struct.pack("<I", len(inner)) + inner
+    else:
+        whole = _png(values["side"])
+        chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        whole = whole[:33] + chunk * values["chunks"] + whole[33:]
+    return _packed([whole], values, model, "/v1/classify?model={model}", "image/png")
+
+
 def _call(values: Values, model: str) -> bytes:
     size = values["padding"] << 20
     _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"] + size, values)
@@ -208,6 +233,25 @@ def _other_call(values: Values, model: str) -> bytes:
     return whole + b"\x1a\x00" * entries
 
 
+_TIFF: dict[str, Choices] = {
+    "width": (1, 16, 60, 112, 300, 1_000, 7_000, 65_000),
+    "height": (1, 16, 300, 1_000, 7_000, 16_383, 65_000, 110_000),
+    "pixels": (10**4, 10**6, 10**6, 4 * 10**6, 20 * 10**6, 49 * 10**6, 51 * 10**6),
+    "tile": (0, 0, 1, 16, 24, 256, 1_000, 7_000, 32_768),
+    "rows": (0, 1, 1, 7, 8, 16, 100, 2**31),
+    "compression": tuple(COMPRESSIONS),
+    "mode": ("L", "RGB"),
+    "bits": (8, 8, 8, 1, 4, 16, 32),
+    "photometric": (0, 1, 2, 3, 5, 6, 8),
+    "planar": (1, 1, 2),
+    "scans": (1, 1, 12, 90, 101, 1_000),
+    "noise": (0, 0, 0, 100, 100_000),
+    "tags": (0, 0, 100, 5_000, 20_000),
+    "again": (0, 0, 0, 1, 16, 32_768),
+    "loop": (False, False, True),
+    "gzip": (False, False, True),
+}
+_SMALLEST_TIFF = {name: choices[0] for name, choices in _TIFF.items()} | {"compression": "none", "photometric": 1}
 _SHAPES: Choices = ([1, _SIDE, _SIDE, 3], [256, _SIDE, _SIDE, 3], [-1], [1] * 4000, [2**62, _SIDE, _SIDE, 3], [0])
 _PATHS: Choices = (
     "/v2",
@@ -303,6 +347,20 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "orientation": (0, 0, 3, 6, 7),
             "chunks": (0, 0, 1, 10, 100, 1_000, 5_000, 50_000),
             "chunk": (0, 100, 2**20),
+            "gzip": (False, False, True),
+        },
+    ),
+    "tiff": ("http", _tiff, _TIFF),
+    "chunks": (
+        "http",
+        _chunks,
+        {
+            "webp": (False, False, True),
+            "name": ("IDAT", "eXIf", "EXIF", "iCCP", "ICCP", "tEXt", "iTXt", "fdAT", "acTL", "ANMF", "XMP ", "abcd"),
+            "exif": (0, 0, 1, 1_000, 5_000, 20_000),
+            "length": (0, 0, 1, 100, 60_000, 400_000),
+            "chunks": (1, 1, 2, 100, 10_000, 70_000),
+            "side": (1, 16, 300, 1_000, 2_000),
             "gzip": (False, False, True),
         },
     ),

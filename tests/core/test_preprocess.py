@@ -384,8 +384,29 @@ def test_the_pixels_of_a_tiff_are_those_of_whole_tiles() -> None:
         ((322, 16), (323, 0)),
         ((322, 16),),
     ):
-        with pytest.raises(ImageError, match="the size of its tiles is not clear"):
+        with pytest.raises(ImageError, match="the size of its tiles or strips is not clear"):
             decode(tiled(*unclear))
+
+
+@pytest.mark.parametrize(("mode", "whole"), [("L", "16×8000"), ("RGB", "16×16000")])
+def test_the_pixels_of_a_jpeg_in_a_tiff_are_those_of_the_blocks_of_its_strips(mode: str, whole: str) -> None:
+    """10 kB with a row a strip took 20 s: each of the 100 scans of each strip goes over 8 rows."""
+    file = io.BytesIO()
+    Image.new(mode, (15, 1)).save(file, "JPEG")
+    jpeg, colours = file.getvalue(), len(mode)
+    place = 8 + 2 + 12 * 9 + 4
+    directory = b"".join(
+        struct.pack("<HHII", tag, 4, n, entry)
+        for tag, n, entry in (
+            *((256, 1, 15), (257, 1, 1000), (258, 1, 8), (259, 1, 7), (262, 1, 6 if colours == 3 else 1)),
+            *((273, 1000, place), (277, 1, colours), (278, 1, 1), (279, 1000, place + 4000)),
+        )
+    )
+    offsets, lengths = struct.pack("<I", place + 8000) * 1000, struct.pack("<I", len(jpeg)) * 1000
+    data = b"II*\0" + struct.pack("<IH", 8, 9) + directory + bytes(4) + offsets + lengths + jpeg
+    with pytest.raises(TooManyPixels, match=f"image of {whole} pixels"):
+        decode(data, max_pixels=100_000)
+    assert decode(data).size == (15, 1000)
 
 
 def test_a_large_grey_image_of_16_bits_is_in_memory_by_rows() -> None:

@@ -19,7 +19,16 @@ from typing import Annotated, Literal
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError, _imaging
-from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TILELENGTH, TILEWIDTH, TiffImageFile
+from PIL.TiffImagePlugin import (
+    COMPRESSION,
+    IMAGELENGTH,
+    IMAGEWIDTH,
+    PHOTOMETRIC_INTERPRETATION,
+    ROWSPERSTRIP,
+    TILELENGTH,
+    TILEWIDTH,
+    TiffImageFile,
+)
 from pydantic import Field
 
 from vitx.core.errors import InputError
@@ -41,6 +50,8 @@ MAX_SIDE = 65_536
 
 # Not every format Pillow reads: EPS runs a program, an ICO holds images of other sizes than its header says.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+_JPEG_IN_TIFF, _YCBCR = (6, 7), 6  # compression, the old one too; and photometric interpretation
+_PARTS = {COMPRESSION, PHOTOMETRIC_INTERPRETATION, ROWSPERSTRIP, TILELENGTH, TILEWIDTH}
 _ROWS = 256  # of 16-bit grey at once
 # Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
 _DAMAGE = (
@@ -204,7 +215,7 @@ def decode(
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
-            width, height = _size_in_tiles(image) if isinstance(image, TiffImageFile) else image.size
+            width, height = _decoded_size(image) if isinstance(image, TiffImageFile) else image.size
             if width * height > max_pixels:
                 raise TooManyPixels(width, height, max_pixels)
             if check_size is not None:
@@ -228,10 +239,11 @@ def decode(
         raise ImageError(f"cannot decode the image: {error}") from None
 
 
-def _size_in_tiles(image: TiffImageFile) -> tuple[int, int]:
-    """Width and height of all that libtiff decodes: whole tiles, each in memory at once, also for one pixel of it.
+def _decoded_size(image: TiffImageFile) -> tuple[int, int]:
+    """Width and height of all that libtiff decodes: whole tiles, each in memory at once, also for one pixel of it; of
+    JPEG whole blocks, 8 rows for each strip of one.
 
-    Of two entries of a tag libtiff takes the first, and Pillow before 13 the last: they are refused.
+    Of two entries of a tag libtiff takes the first, Pillow the first of a type that it knows: they are refused.
     """
     assert image.fp is not None
     image.fp.seek(0)
@@ -242,14 +254,22 @@ def _size_in_tiles(image: TiffImageFile) -> tuple[int, int]:
     directory = image.fp.read(min(entries, 65_535) * entry)  # libtiff takes no more
     kind = np.dtype({"names": ["tag"], "formats": [f"{order}u2"], "itemsize": entry})
     tags = np.frombuffer(directory, kind, len(directory) // entry)["tag"]
-    tile = [tag for tag in tags.tolist() if tag in (TILEWIDTH, TILELENGTH)]
-    if not tile:
+    found = [tag for tag in tags.tolist() if tag in _PARTS]
+    value, (width, height) = image.tag_v2.get, (image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH])
+    tiled, jpeg = {TILEWIDTH, TILELENGTH} & {*found}, value(COMPRESSION) in _JPEG_IN_TIFF
+    twice = len(found) != len({*found})
+    if not (tiled or jpeg or twice):
         return image.size
-    sides = [image.tag_v2.get(tag) for tag in (TILEWIDTH, TILELENGTH)]
-    if len(tile) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ImageError("cannot decode the image: the size of its tiles is not clear")
-    across, down = sides
-    return -(-image.tag_v2[IMAGEWIDTH] // across) * across, -(-image.tag_v2[IMAGELENGTH] // down) * down
+    rows = value(ROWSPERSTRIP) if ROWSPERSTRIP in found else height
+    across, down = (value(TILEWIDTH), value(TILELENGTH)) if tiled else (width, rows)
+    if twice or not (isinstance(across, int) and isinstance(down, int) and across > 0 and down > 0):
+        raise ImageError("cannot decode the image: the size of its tiles or strips is not clear")
+    if not tiled and down >= height:
+        return image.size
+    # libtiff takes how YCbCr is subsampled from the JPEG itself, mostly 2 × 2.
+    block = 1 if not jpeg else 16 if value(PHOTOMETRIC_INTERPRETATION) == _YCBCR else 8
+    whole = [-(-side // part) * -(-part // block) * block for side, part in ((width, across), (height, down))]
+    return whole[0], whole[1]
 
 
 def _decode_smaller(image: Image.Image, shorter_side: int) -> None:
