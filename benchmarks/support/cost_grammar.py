@@ -112,7 +112,7 @@ def _form(values: Values, model: str) -> bytes:
     header = f'Content-Disposition: form-data; name="i"; filename="x"{values["joint"]}{parameters}'
     lines = "\r\n".join([header, *["X: y"] * values["lines"]])
     part = [f"--b\r\n{lines}\r\n\r\n".encode() + _png(24), *[_SPACES] * values["padding"], b"\r\n"]
-    kind = f"multipart/form-data; {(values['mark'] * values['in_type'])[:30_000]}; boundary=b"
+    kind = f"multipart/form-data; boundary=b{(values['mark'] * values['in_type'])[:30_000]}"
     return _packed([*part * values["parts"], b"--b--\r\n"], values, model, "/v1/classify?model={model}", kind)
 
 
@@ -187,19 +187,20 @@ def _tiff(values: Values, model: str) -> bytes:
 
 def _chunks(values: Values, model: str) -> bytes:
     """A PNG, or the chunks of a WebP, with others before its pixels: as they are, empty, or EXIF of shared tags."""
-    _limit(values["chunks"] * (12 + values["length"]), values)
+    _limit(values["length"], values)
     if values["exif"]:
         data = tiff({**_SMALLEST_TIFF, "tags": values["exif"], "noise": values["length"]})
     else:
         data = bytes(values["length"])
-    name = values["name"].encode()
+    _limit(values["chunks"] * (12 + len(data)), values)
+    name, side = values["name"].encode(), min(values["side"], 4_000)
     if values["webp"]:
-        whole = _plain_image("WEBP", "RGBA", values["side"], values["side"], 0)
+        whole = _plain_image("WEBP", "RGBA", side, side, 0)
         chunk = name + struct.pack("<I", len(data)) + data + bytes(len(data) % 2)
         inner = whole[8:12] + chunk * values["chunks"] + whole[12:]
         whole = b"RIFF" + struct.pack("<I", len(inner)) + inner
     else:
-        whole = _png(values["side"])
+        whole = _png(side)
         chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         whole = whole[:33] + chunk * values["chunks"] + whole[33:]
     return _packed([whole], values, model, "/v1/classify?model={model}", "image/png")
@@ -234,25 +235,29 @@ def _other_call(values: Values, model: str) -> bytes:
 
 
 _TIFF: dict[str, Choices] = {
-    "width": (1, 16, 60, 112, 300, 1_000, 7_000, 65_000),
-    "height": (1, 16, 300, 1_000, 7_000, 16_383, 65_000, 110_000),
+    "width": (16, 1, 60, 112, 300, 1_000, 7_000, 65_000),
+    "height": (16, 1, 300, 1_000, 7_000, 16_383, 65_000, 110_000),
     "pixels": (10**4, 10**6, 10**6, 4 * 10**6, 20 * 10**6, 49 * 10**6, 51 * 10**6),
     "tile": (0, 0, 1, 16, 24, 256, 1_000, 7_000, 32_768),
     "rows": (0, 1, 1, 7, 8, 16, 100, 2**31),
     "compression": tuple(COMPRESSIONS),
-    "mode": ("L", "RGB"),
-    "bits": (8, 8, 8, 1, 4, 16, 32),
-    "photometric": (0, 1, 2, 3, 5, 6, 8),
-    "planar": (1, 1, 2),
+    "mode": ("L", "RGB", "1"),
+    "bits": (0, 0, 0, 0, 0, 0, 1, 4, 16, 32),  # 0: of the mode
+    "photometric": (None, None, None, None, None, None, 0, 3, 5, 6, 8),
+    "planar": (1, 1, 1, 1, 2),
     "scans": (1, 1, 12, 90, 101, 1_000),
-    "noise": (0, 0, 0, 100, 100_000),
+    "noise": (0, 0, 0, 0, 0, 100, 100_000),
     "tags": (0, 0, 100, 5_000, 20_000),
-    "again": (0, 0, 0, 1, 16, 32_768),
+    "again": (0, 0, 0, 0, 0, 0, 16, 32_768),
     "loop": (False, False, True),
     "gzip": (False, False, True),
 }
-_SMALLEST_TIFF = {name: choices[0] for name, choices in _TIFF.items()} | {"compression": "none", "photometric": 1}
-_SHAPES: Choices = ([1, _SIDE, _SIDE, 3], [256, _SIDE, _SIDE, 3], [-1], [1] * 4000, [2**62, _SIDE, _SIDE, 3], [0])
+_SMALLEST_TIFF = {name: choices[0] for name, choices in _TIFF.items()} | {"compression": "none"}
+_IMAGE_NUMBERS, _MOST_IMAGES = 3 * _SIDE**2, 256
+_SHAPES: Choices = (
+    *[[n, _SIDE, _SIDE, 3] for n in (1, _MOST_IMAGES)] * 2,
+    *([-1], [1] * 4000, [2**62, _SIDE, _SIDE, 3], [0]),
+)
 _PATHS: Choices = (
     "/v2",
     "/metrics",
@@ -262,14 +267,15 @@ _PATHS: Choices = (
     "/v2/models/{model}",
     "/v2/models/" + "%41" * 999,
 )
+# The first choices together are a request that is answered, but for "control" and "other call".
 _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]] = {
     "json": (
         "http",
         _infer,
         {
-            "numbers": _MANY,
-            "item": ("7", "255", " 7", "[]", "[[]]", "{}", '""', "1e5", "7.5", "9" * 300, "null", '{"a":[1]}'),
-            "deep": (0, 1, 1, 4, 15, 17, 5_000, 300_000),
+            "numbers": (*[_IMAGE_NUMBERS, _MOST_IMAGES * _IMAGE_NUMBERS] * 4, *_MANY),
+            "item": (*["7"] * 4, "255", " 7", "[]", "[[]]", "{}", '""', "1e5", "7.5", "9" * 300, "null", '{"a":[1]}'),
+            "deep": (1, 1, 0, 4, 15, 17, 5_000, 300_000),
             "padding": _MIB,
             "shape": _SHAPES,
             "inputs": (1, 1, 1, 0, 2, 1_000),

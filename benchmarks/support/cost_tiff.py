@@ -2,11 +2,10 @@
 
 import functools
 import io
-import lzma
 import random
 import struct
-import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from PIL import Image
@@ -28,10 +27,20 @@ _PLANAR, _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_LENGTHS, _FIRST_UNKNOWN
 _LONG, _UNDEFINED = 4, 7
 COMPRESSIONS = {"none": 1, "huffman": 2, "fax3": 3, "fax4": 4, "lzw": 5, "old jpeg": 6, "jpeg": 7, "deflate": 8}
 COMPRESSIONS |= {"packbits": 32773, "lzma": 34925, "zstd": 50000, "webp": 50001}
+_PILLOW = {
+    "huffman": "tiff_ccitt",
+    "fax3": "group3",
+    "fax4": "group4",
+    "lzw": "tiff_lzw",
+    "deflate": "tiff_adobe_deflate",
+}
+_PILLOW |= {kind: kind for kind in ("packbits", "lzma", "zstd", "webp")}
+# Of mode and compression: bits and photometric interpretation, unless other ones are given.
+_YCBCR = 6
+_AS_MODE = {"1": (1, 1), "L": (8, 1), "RGB": (8, 2)}
 
 
-@functools.lru_cache(256)
-def jpeg_of_scans(mode: str, width: int, height: int, scans: int) -> bytes:
+def _jpeg_of_scans(mode: str, width: int, height: int, scans: int) -> bytes:
     """A progressive JPEG whose last scan comes again until there are so many; b"" for a size that JPEG has not."""
     buffer = io.BytesIO()
     try:
@@ -39,21 +48,24 @@ def jpeg_of_scans(mode: str, width: int, height: int, scans: int) -> bytes:
     except (OSError, ValueError, MemoryError):
         return b""
     parts = buffer.getvalue().split(b"\xff\xda")  # what is before the first scan, and each scan
-    again = [parts[-1].removesuffix(b"\xff\xd9")] * max(1, scans - len(parts) + 2)
+    last, more = parts[-1].removesuffix(b"\xff\xd9"), max(1, scans - len(parts) + 2)
+    again = [last] * min(more, _MOST_BYTES // len(last) + 1)
     return b"\xff\xda".join(parts[:-1] + again) + b"\xff\xd9"
 
 
-@functools.lru_cache(256)
-def _packed(kind: str, size: int, mode: str, width: int, height: int, scans: int) -> bytes:
-    """The bytes of one strip or tile: `size` pixels of this compression, or zeros where nothing here writes it."""
-    pixels = bytes(size)
+@functools.lru_cache(64)
+def _part(kind: str, mode: str, width: int, height: int, scans: int) -> bytes:
+    """One strip or tile of this size, or its beginning. Zeros where Pillow does not write it: a fax has mode "1"."""
     if "jpeg" in kind:
-        return jpeg_of_scans(mode, width, height, scans)
-    if kind in ("deflate", "lzma"):
-        return zlib.compress(pixels, 9) if kind == "deflate" else lzma.compress(pixels, preset=0)
-    if kind == "packbits":
-        return bytes([129, 0]) * (len(pixels) // 128 + 1)
-    return pixels[:_MOST_BYTES]
+        return _jpeg_of_scans(mode, width, height, scans)
+    buffer = io.BytesIO()
+    with suppress(OSError):
+        one = Image.new(mode, (width, height))
+        one.save(buffer, "TIFF", compression=_PILLOW.get(kind), strip_size=2**30)
+        with Image.open(buffer) as image:
+            (place,), (size,) = image.tag_v2[_OFFSETS], image.tag_v2[_LENGTHS]  # type: ignore[attr-defined]
+        return buffer.getvalue()[place : place + min(size, _MOST_BYTES)]
+    return bytes(min(width * height, _MOST_BYTES))
 
 
 def tiff(values: Mapping[str, Any]) -> bytes:
@@ -68,15 +80,18 @@ def tiff(values: Mapping[str, Any]) -> bytes:
         raise OverflowError
     parts = max(1, -(-width // across) * -(-height // down) * (samples if values["planar"] == 2 else 1))
     parts = min(parts, 2 * _MOST_BYTES // 8)
-    data = _packed(values["compression"], across * down * samples, values["mode"], across, down, values["scans"])
+    data = _part(values["compression"], values["mode"], across, down, values["scans"])
+    bits, photometric = _AS_MODE[values["mode"]]
+    if values["mode"] == "RGB" and values["compression"] == "jpeg":
+        photometric = _YCBCR
     if values["noise"]:
         data = random.Random(0).randbytes(min(values["noise"], 100_000)) + data
     tags = {
         _WIDTH: width,
         _HEIGHT: height,
-        _BITS: values["bits"],
+        _BITS: values["bits"] or bits,
         _COMPRESSION: COMPRESSIONS[values["compression"]],
-        _PHOTOMETRIC: values["photometric"],
+        _PHOTOMETRIC: photometric if values["photometric"] is None else values["photometric"],
         _SAMPLES: samples,
         _PLANAR: values["planar"],
         **({_TILE_WIDTH: tile, _TILE_HEIGHT: tile} if tile else {_ROWS: values["rows"] or 2**32 - 1}),

@@ -96,6 +96,17 @@ def test_the_grammar_of_costs_writes_requests_of_less_than_a_mb(kind: str, monke
     assert len(sizes) > 10
 
 
+def test_the_first_choices_of_the_grammar_are_answered(server_of_its_own: ServerProcess) -> None:
+    """Else a search might look at refusals alone: no form had ever got as far as its images."""
+    address = (server_of_its_own.host, server_of_its_own.port)
+    answered = set()
+    for kind, (target, _, choices) in cost_grammar._KINDS.items():
+        request = cost_grammar.made(kind, {name: values[0] for name, values in choices.items()}, "tiny")
+        if request is not None and target == "http" and ask(address, request.data) == "200":
+            answered.add(kind)
+    assert answered == {"json", "base64", "form", "head", "image", "tiff", "chunks"}
+
+
 @pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "hang"])
 def test_statuses_that_count_as_wrong(status: str) -> None:
     assert not any(fuzz_grpc.is_refused(kind, status) for kind in fuzz_grpc.MAKERS if kind != "frames")
