@@ -120,13 +120,10 @@ class Classifier:
         return _Options(model, top_k, priority, model.deadline(started, seconds), outputs)
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
-        parts = parse_multipart(content_type, body, self._core.limits.images)
-        for part in parts:
-            if part.filename is None:
-                raise RequestError(f"form field '{part.name[:80]}' is not a file: expected images only")
-        if not parts:
+        files = parse_multipart(content_type, body, self._core.limits.images)
+        if not files:
             raise RequestError("the form has no image")
-        return [part.filename or "" for part in parts], [part.data for part in parts]
+        return [name for name, _ in files], [data for _, data in files]
 
     def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
         return None, base64_images(body, self._core.limits)
