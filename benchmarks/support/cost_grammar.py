@@ -207,6 +207,16 @@ def _chunks(values: Values, model: str) -> bytes:
     return _packed([whole], values, model, "/v1/classify?model={model}", "image/png")
 
 
+def _pieces(values: Values, model: str) -> bytes:
+    """An image with as many of the least pieces of its format before the pixels as are wanted."""
+    kind, piece = _LEAST_PIECES[values["piece"]]
+    whole = _plain_image(kind, "L", _SIDE, _SIDE, 0)
+    place = {"JPEG": whole.find(b"\xff\xdb"), "PNG": 33, "GIF": whole.find(b",")}[kind]
+    _limit(values["kib"] << 10, values)
+    data = [whole[:place], *[piece * max(1, 2**10 // len(piece))] * values["kib"], b"\0" * values["end"], whole[place:]]
+    return _packed(data, values, model, "/v1/classify?model={model}", "image/png")
+
+
 def _call(values: Values, model: str) -> bytes:
     size = values["padding"] << 20
     _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"] + size, values)
@@ -252,6 +262,19 @@ _TIFF: dict[str, Choices] = {
     "again": (0, 0, 0, 0, 0, 0, 16, 32_768),
     "loop": (False, False, True),
     "gzip": (False, False, True),
+}
+_LEAST_PIECES = {
+    "fill": ("JPEG", b"\xff"),
+    "zeros": ("JPEG", b"\0"),
+    "scans": ("JPEG", b"\xff\xda"),
+    "comments": ("JPEG", b"\xff\xfe\0\2"),
+    "exif": ("JPEG", b"\xff\xe1\0\x0aExif\0\0ab"),
+    "profiles": ("JPEG", b"\xff\xe2\0\x12ICC_PROFILE\0\1\1ab"),
+    "chunks": ("PNG", struct.pack(">I4sI", 0, b"abcd", zlib.crc32(b"abcd"))),
+    "data": ("PNG", struct.pack(">I4sI", 0, b"IDAT", zlib.crc32(b"IDAT"))),
+    "junk": ("GIF", b"\0"),
+    "controls": ("GIF", b"!\xf9\0"),
+    "comment": ("GIF", b"!\xfe\1a\0"),
 }
 _SMALLEST_TIFF = {name: choices[0] for name, choices in _TIFF.items()} | {"compression": "none"}
 _IMAGE_NUMBERS, _MOST_IMAGES = 3 * _SIDE**2, 256
@@ -370,6 +393,16 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "chunks": (1, 1, 2, 100, 10_000, 70_000),
             "side": (1, 16, 300, 1_000, 2_000),
             "gzip": (False, False, True),
+        },
+    ),
+    "pieces": (
+        "http",
+        _pieces,
+        {
+            "piece": tuple(_LEAST_PIECES),
+            "kib": (0, 1, 60, 250, 900, 8_000, 64_000),
+            "end": (0, 0, 1),
+            "gzip": (False, True, True),
         },
     ),
     "call": (

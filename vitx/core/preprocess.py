@@ -52,6 +52,11 @@ MAX_SIDE = 65_536
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _JPEG_IN_TIFF, _YCBCR = (6, 7), 6  # compression, the old one too; and photometric interpretation
 _PARTS = {COMPRESSION, PHOTOMETRIC_INTERPRETATION, ROWSPERSTRIP, TILELENGTH, TILEWIDTH}
+# Pillow loops in Python over what stands before the pixels, and copies the EXIF of a JPEG anew for each piece: 64 MiB
+# in the least ones took minutes. A JPEG has four reads a segment, and with the longest colour profile 255 of 64 KiB.
+_HEADER_READS, _HEADER_BYTES = 4096, 2**24 + 2**20
+_READS = 200_000  # of the pixels: a PNG of 64 MiB has 25,000 as libpng writes it
+_XMP_BYTES = 2**20
 _ROWS = 256  # of 16-bit grey at once
 # Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
 _DAMAGE = (
@@ -213,8 +218,11 @@ def decode(
     and only where that divides both sides: else libjpeg pads the last row and column, and all pixels move.
     Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
     """
+    file = _Reads(source) if isinstance(source, bytes) else source
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
+        with Image.open(file, formats=_FORMATS) as image:
+            if isinstance(file, _Reads):
+                file.reads, file.size = _READS, math.inf
             width, height = _decoded_size(image) if isinstance(image, TiffImageFile) else image.size
             if width * height > max_pixels:
                 raise TooManyPixels(width, height, max_pixels)
@@ -222,6 +230,9 @@ def decode(
                 check_size(*image.size)
             if shorter_side is not None:
                 _decode_smaller(image, shorter_side)
+            for name in ("xmp", "XML:com.adobe.xmp"):  # looked through for the orientation, while no other thread runs
+                if len(image.info.get(name, "")) > _XMP_BYTES:
+                    del image.info[name]
             image.load()
             ImageOps.exif_transpose(image, in_place=True)  # not in place it copies upright images too
             return _to_rgb(image)
@@ -237,6 +248,23 @@ def decode(
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise ImageError(f"cannot open the image: {error.strerror}") from None
         raise ImageError(f"cannot decode the image: {error}") from None
+
+
+class _Reads(io.BytesIO):
+    """The bytes of an image in `reads` reads at most, of `size` bytes in all without those of more than a MiB."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        # A TIFF's tags may have a whole layered drawing, and are copied once.
+        self.reads, self.size = _HEADER_READS, math.inf if data.startswith((b"II", b"MM")) else float(_HEADER_BYTES)
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.reads -= 1
+        self.size -= len(data) if len(data) <= 2**20 else 0
+        if self.reads < 0 or self.size < 0:
+            raise ImageError("cannot decode the image: it is in too many pieces")
+        return data
 
 
 def _decoded_size(image: TiffImageFile) -> tuple[int, int]:

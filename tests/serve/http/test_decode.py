@@ -24,7 +24,7 @@ from bundle_fixture import PREPROCESSING, colour_image, png, write_bundle
 from server_process import ServerProcess, running_server, wait_until
 from vitx.core.preprocess import ImageError, TooManyPixels
 from vitx.serve.errors import DeadlineMissed, QueueFull
-from vitx.serve.http.decode import Decoder
+from vitx.serve.http.decode import Decoder, _has_more_scans
 
 Test = Callable[[Decoder, "Held"], Awaitable[None]]
 
@@ -252,7 +252,7 @@ def test_pixels_for_a_request_that_was_cancelled_in_the_same_moment_are_dropped(
 
 def test_a_webp_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitx.serve.http.decode._SMALL_PIXELS", 50)
-    monkeypatch.setattr("vitx.serve.http.decode._WEBP_PIXELS", 100)
+    monkeypatch.setattr("vitx.serve.http.decode._WEBP_MOST", 100)
 
     async def test(decoder: Decoder, held: Any) -> None:
         held.go.set()
@@ -296,6 +296,30 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
         assert held.sides == [16]
 
     run(test, threads=1)
+
+
+def test_the_bytes_of_a_webp_are_limited() -> None:
+    """Pillow copies all of them, EXIF and XMP again, while no other thread runs."""
+    file = io.BytesIO()
+    Image.new("L", (16, 16)).save(file, "WEBP")
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        held.go.set()
+        data = file.getvalue()
+        fits, refused = await decoder.decode([data + bytes(2**24 - len(data)), data + bytes(2**24)], held)
+        assert isinstance(fits, np.ndarray)
+        assert str(refused) == "WebP of more than 16,777,216 bytes"
+
+    run(test, threads=1)
+
+
+@pytest.mark.parametrize("piece", [b"\xff", b"\xff\xfe", b"\xff\xff\xda"])
+def test_scans_are_looked_for_in_pieces(piece: bytes) -> None:
+    """In 63 MiB of fill bytes for 0.2 s, while no other thread ran. A scan may begin at the end of a piece."""
+    size = 2**18 * 3 // len(piece) + 5
+    scans = (piece * size).count(b"\xff\xda")
+    assert _has_more_scans(piece * size + b"\xff\xda", scans)
+    assert not _has_more_scans(piece * size + b"\xff\xda", scans + 1)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_the_first_choices_of_the_grammar_are_answered(server_of_its_own: Server
         request = cost_grammar.made(kind, {name: values[0] for name, values in choices.items()}, "tiny")
         if request is not None and target == "http" and ask(address, request.data) == "200":
             answered.add(kind)
-    assert answered == {"json", "base64", "form", "head", "image", "tiff", "chunks"}
+    assert answered == {"json", "base64", "form", "head", "image", "tiff", "chunks", "pieces"}
 
 
 @pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "hang"])

@@ -120,8 +120,7 @@ class Classifier:
         return _Options(model, top_k, priority, model.deadline(started, seconds), outputs)
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
-        files = parse_multipart(content_type, body, self._core.limits.images)
-        if not files:
+        if not (files := parse_multipart(content_type, body, self._core.limits.images)):
             raise RequestError("the form has no image")
         return [name for name, _ in files], [data for _, data in files]
 

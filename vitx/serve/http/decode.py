@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from statistics import median_low
 from typing import Any
 
@@ -30,7 +30,7 @@ from vitx.serve.observe.request_record import RequestRecord
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
-_WEBP_PIXELS = 2**24  # Pillow copies them, four bytes each, while no other thread runs: 0.08 s on a slow day
+_WEBP_MOST = 2**24  # pixels, and bytes: Pillow copies both while no other thread runs: 0.08 s on a slow day
 _CHEAP_PIXELS = 1_000_000  # some hundredths of a second, as PNG
 _CHEAP_BYTES = 2**18
 _CHEAP_SCANS = 12  # also of the JPEGs in a TIFF
@@ -196,8 +196,10 @@ class Decoder:
     def _result(self, decode: Decode, data: bytes, steps: Preprocessing, limit: int) -> UInt8Array | Exception:
         """The pixels, or why there are none; TooManyPixels where the image is not for those who take up to `limit`."""
         started = time.perf_counter()
-        most = min(self._max_pixels, _WEBP_PIXELS) if data[8:12] == b"WEBP" else self._max_pixels
+        most = min(self._max_pixels, _WEBP_MOST) if (webp := data[8:12] == b"WEBP") else self._max_pixels
         try:
+            if webp and len(data) > _WEBP_MOST:
+                raise ImageError(f"WebP of more than {_WEBP_MOST:,} bytes")
             if data.startswith(b"\xff\xd8") and _has_more_scans(data, _MOST_SCANS):
                 raise ImageError(f"JPEG of more than {_MOST_SCANS} scans")
             image = decode(data, steps, min(most, limit))
@@ -212,5 +214,6 @@ class Decoder:
 
 
 def _has_more_scans(data: bytes, most: int) -> bool:
-    """Whether more begin, if it is, or has, a JPEG. A third of bytes.count's time, in which no other thread runs."""
-    return any(islice(re.finditer(b"\xff\xda", data), most, None))
+    """Whether more begin, if it is, or has, a JPEG: looked for in pieces, as no other thread runs meanwhile."""
+    pieces = (re.compile(b"\xff\xda").finditer(data, at, at + 2**18 + 1) for at in range(0, len(data), 2**18))
+    return any(islice(chain.from_iterable(pieces), most, None))

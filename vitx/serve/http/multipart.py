@@ -1,7 +1,4 @@
-"""A strict parser of multipart/form-data (RFC 7578), with the whole body in memory, for a thread beside the event loop.
-
-The parameters of a header are read in one pass: `email.message` needs the square of their length, 0.1 s for 8 KB.
-"""
+"""A strict parser of multipart/form-data (RFC 7578), with the whole body in memory: run it beside the event loop."""
 
 import io
 import re
@@ -22,8 +19,7 @@ def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[tupl
     delimiter = b"--" + boundary.encode()
     if not body.startswith(delimiter):
         raise RequestError("multipart body does not begin with its boundary")
-    parts: list[tuple[str, bytes]] = []
-    position = len(delimiter)
+    parts, position = list[tuple[str, bytes]](), len(delimiter)
     while not body.startswith(b"--", position):
         if not body.startswith(b"\r\n", position):
             raise RequestError("multipart boundary is not followed by a line end")
@@ -69,7 +65,8 @@ def _parse_part(body: bytes, start: int, end: int) -> tuple[str, bytes]:
 def _parameters(header: str) -> dict[str, str]:
     """The parameters of a header by their lower-case names, up to the first that is none; of two equal ones the first.
 
-    In quotes a backslash stands before a quote or another backslash.
+    In quotes a backslash stands before a quote or another backslash. One pass: `email.message` needs the square of the
+    length, 0.1 s for 8 KB.
     """
     found: dict[str, str] = {}
     place = _PARAMETER.match(header, header.find(";")) if ";" in header else None

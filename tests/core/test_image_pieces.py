@@ -1,0 +1,72 @@
+"""Images of more pieces than any program writes: Pillow reads each in Python, and a small body has millions."""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitx.core.preprocess import ImageError, decode
+
+
+def image_of(kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (16, 16)).save(file, kind, **options)
+    return file.getvalue()
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "piece"),
+    [
+        ("JPEG", b"\xff\xe0", b"\xff"),
+        ("JPEG", b"\xff\xdb", b"\0"),
+        ("JPEG", b"\xff\xe0", b"\xff\xfe\0\2"),
+        ("JPEG", b"\xff\xe0", b"\xff\xe1\0\x0aExif\0\0ab"),
+        ("JPEG", b"\xff\xe0", b"\xff\xe1\xff\xffExif\0\0" + bytes(65_527)),
+        ("PNG", b"", chunk(b"abcd", b"")),
+        ("PNG", b"", chunk(b"IDAT", b"")),
+        ("GIF", b",", b"\0"),
+        ("GIF", b",", b"!\xfe\1a\0"),
+    ],
+)
+def test_an_image_in_too_many_pieces_is_refused(kind: str, before: bytes, piece: bytes) -> None:
+    """64 MiB of them, 64 kB of gzip, took 20 s to some minutes."""
+    whole = image_of(kind)
+    place = 33 if kind == "PNG" else whole.index(before)
+    assert decode(whole[:place] + piece + whole[place:]).size == (16, 16)
+    with pytest.raises(ImageError, match="in too many pieces"):
+        decode(whole[:place] + piece * (2**25 // len(piece)) + whole[place:])
+
+
+def test_the_longest_colour_profile_of_a_jpeg_is_read() -> None:
+    assert decode(image_of("JPEG", icc_profile=bytes(255 * 65_519))).size == (16, 16)
+
+
+def test_a_large_png_in_pieces_of_8_kib_is_read() -> None:
+    """As libpng writes it, which is in the smallest pieces."""
+    noise = np.random.default_rng(0).integers(0, 256, (4000, 4000, 3), np.uint8)
+    pixels = zlib.compress(np.pad(noise.reshape(4000, -1), ((0, 0), (1, 0))).tobytes(), 0)
+    pieces = (chunk(b"IDAT", pixels[at : at + 8192]) for at in range(0, len(pixels), 8192))
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 4000, 4000, 8, 2, 0, 0, 0))
+    data = b"".join((b"\x89PNG\r\n\x1a\n", head, *pieces, chunk(b"IEND", b"")))
+    assert np.array_equal(np.asarray(decode(data)), noise)
+
+
+def test_long_xmp_is_not_searched() -> None:
+    """Looking for the orientation in 63 MiB held every other thread up for 0.16 s."""
+    turned = b'<x tiff:Orientation="6"/>'
+    assert decode(image_with_xmp(turned)).size == (8, 16)
+    assert decode(image_with_xmp(turned + bytes(2**20))).size == (16, 8)
+
+
+def image_with_xmp(xmp: bytes) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 8)).save(file, "WEBP", xmp=xmp)
+    return file.getvalue()
