@@ -31,6 +31,7 @@ Values = Mapping[str, Any]
 # Numbers of things, from none to as many as fit. Mostly none: of several that are wrong the first alone is looked at.
 _FEW: Choices = (0, 0, 1, 2, 5, 20, 100)
 _MANY: Choices = (*[0] * 12, *_FEW, 500, 2_000, 10_000, 50_000, 200_000, 490_000)
+_TOP_K: Choices = (0, 0, 10, 100, 1_000, 21_841)  # classes, of which a model may have fewer
 _MIB: Choices = (0, 0, 1, 8, 30, 63)
 
 
@@ -90,7 +91,8 @@ def _infer(values: Values, model: str) -> bytes:
     after = "]" * values["deep"] + "}"
     tensor = [before.encode(), *[_SPACES] * values["padding"], after.encode()]
     inputs = ([*tensor, b","] * values["inputs"])[:-1]
-    outputs = ",".join(['{"name": "logits"}'] * values["outputs"])
+    asked = f', "parameters": {{"classification": {values["top_k"]}}}' if values["top_k"] else ""
+    outputs = ",".join([f'{{"name": "logits"{asked}}}'] * values["outputs"])
     extra = "".join(f', "x{number}": 1' for number in range(values["fields"]))
     end = f'], "outputs": [{outputs}]{extra}}}'
     body = [f'{{"id": "{"i" * values["id"]}", "inputs": ['.encode(), *inputs, end.encode()]
@@ -104,7 +106,11 @@ def _texts(values: Values, model: str) -> bytes:
     item = text[values["text"]] * (1 if values["text"] == "image" else values["length"])
     texts = ",".join([f'"{item}"'] * values["texts"])
     body = [f"[{texts}".encode(), *[_SPACES] * values["padding"], b"]"]
-    return _packed(body, values, model, "/v1/classify?model={model}", "application/json")
+    return _packed(body, values, model, _classify(values), "application/json")
+
+
+def _classify(values: Values) -> str:
+    return "/v1/classify?model={model}" + (f"&top_k={values['top_k']}" if values["top_k"] else "")
 
 
 def _form(values: Values, model: str) -> bytes:
@@ -114,7 +120,7 @@ def _form(values: Values, model: str) -> bytes:
     lines = "\r\n".join([header, *["X: y"] * values["lines"]])
     part = [f"--b\r\n{lines}\r\n\r\n".encode() + _png(24), *[_SPACES] * values["padding"], b"\r\n"]
     kind = f"multipart/form-data; boundary=b{(values['mark'] * values['in_type'])[:30_000]}"
-    return _packed([*part * values["parts"], b"--b--\r\n"], values, model, "/v1/classify?model={model}", kind)
+    return _packed([*part * values["parts"], b"--b--\r\n"], values, model, _classify(values), kind)
 
 
 def _head(values: Values, model: str) -> bytes:
@@ -304,7 +310,8 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "padding": _MIB,
             "shape": _SHAPES,
             "inputs": (1, 1, 1, 0, 2, 1_000),
-            "outputs": _FEW,
+            "outputs": (0, 1, 1, 1, *_FEW),
+            "top_k": _TOP_K,
             "fields": _FEW,
             "id": (*_FEW, 10_000, 900_000),
             "length": (None, None, 0, 100, 10**6),
@@ -317,6 +324,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
         {
             "text": ("image", "zeros", "escapes", "slashes"),
             "texts": (1, 1, 2, 20, 256, 300, 5_000, 100_000),
+            "top_k": _TOP_K,
             "length": (1, 3, 4, 100, 10_000, 900_000, 2**25),
             "padding": _MIB,
             "gzip": (False, True),
@@ -333,6 +341,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "padding": _MIB,
             "in_type": (0, 0, 100, 30_000),
             "parts": (1, 1, 2, 10, 100, 120, 256, 300),
+            "top_k": _TOP_K,
             "gzip": (False, True),
         },
     ),

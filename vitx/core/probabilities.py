@@ -5,6 +5,8 @@ report the same numbers. numpy alone: server and prediction have no torch.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +70,13 @@ def top_k(values: npt.NDArray[np.floating], k: int) -> npt.NDArray[np.int64]:
     rows = np.arange(len(values))[:, None]
     columns = np.nonzero(best)[1].reshape(-1, k)
     return columns[rows, np.argsort(-values[rows, columns], axis=1, kind="stable")]
+
+
+def top_predictions(logits: npt.NDArray[np.floating], labels: Sequence[str], k: int) -> list[dict[str, Any]]:
+    """Label, score (the softmax) and index of the `k` best classes of one row of finite logits (C,), best first."""
+    scores = softmax(logits[None])
+    best = top_k(scores, k)[0]
+    return [{"label": labels[index], "score": float(scores[0, index]), "index": int(index)} for index in best]
 
 
 def confidences(logits: npt.NDArray[np.float32]) -> Float64Array:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from vitx.serve.errors import unavailable
 
 UNCOUNTED_BYTES = 2**16  # a body of no more is not counted: it costs no more than its connection
+# Numbers and classes that a reply says as text: more are written beside the event loop, or refused.
+MANY_TEXTS, MOST_TEXTS = 2**12, 2**18
 
 
 @dataclass(frozen=True)

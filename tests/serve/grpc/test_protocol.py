@@ -24,7 +24,7 @@ LABELS = ("blue", "green", "grey", "red")
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
 NO_MEMORY = SharedMemory(enabled=False)
 
-LOGITS = RequestedOutput("logits", binary=False)
+LOGITS = RequestedOutput("logits", binary=True)
 
 
 def request(**changes: Any) -> Any:

@@ -15,7 +15,7 @@ from PIL import Image
 from bundle_fixture import LABELS, colour_image, png, write_bundle
 from server_process import SLOW_MODEL, ServerProcess, running_server, wait_until
 from vitx.core.preprocess import decode
-from vitx.serve.http.classify import top_predictions
+from vitx.core.probabilities import top_predictions
 
 # Of an image of nines the logits are not finite.
 NOT_FINITE = SLOW_MODEL.replace("import time", "import numpy as np").replace(

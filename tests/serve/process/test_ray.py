@@ -54,11 +54,11 @@ from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.core.preprocess import UInt8Array, decode
+from vitx.core.probabilities import top_predictions
 from vitx.core.ray_connection import joined
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
-from vitx.serve.http.classify import top_predictions
 from vitx.serve.models.loading import Loader
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.process.port import claim_port

@@ -19,7 +19,7 @@ LIMITS = ServeOptions(max_images=20).limits
 
 def read(body: bytes) -> list[Any]:
     """Bytes, and "error" for a text that is not base64."""
-    return [image if isinstance(image, bytes) else "error" for image in base64_images(body, LIMITS)]
+    return [image if isinstance(image, bytes) else "error" for image in base64_images(body, LIMITS)[1]]
 
 
 def expected(texts: list[str]) -> list[Any]:
@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_text_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_PIECE_BYTES", 4)
     texts = {"AA==AAAA": "Excess data after padding", "AAAAA": "Incorrect padding", "AAA": "Incorrect padding"}
     for text, reason in texts.items():
-        (found,) = base64_images(json.dumps([text]).encode(), LIMITS)
+        (found,) = base64_images(json.dumps([text]).encode(), LIMITS)[1]
         assert (type(found), str(found)) == (RequestError, f"not base64: {reason}")
 
 
@@ -81,7 +81,7 @@ def test_broken_json_is_refused(body: bytes) -> None:
 
 
 def test_images_and_what_else_the_json_holds_are_bounded() -> None:
-    assert len(base64_images(json.dumps(["AAAA"] * 20).encode(), LIMITS)) == 20
+    assert len(base64_images(json.dumps(["AAAA"] * 20).encode(), LIMITS)[1]) == 20
     with pytest.raises(RequestError, match=r"^21 images in one request: at most 20$") as refused:
         base64_images(json.dumps(["AAAA"] * 21).encode(), LIMITS)
     assert refused.value.status == 413

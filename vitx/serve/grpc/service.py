@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from inspect import isawaitable
 from typing import Any
 
@@ -11,6 +12,7 @@ from google.protobuf.json_format import ParseDict
 from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
+from vitx.serve.limits import MANY_TEXTS
 from vitx.serve.models.repository import managed
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD
@@ -55,7 +57,8 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         given = [seconds for seconds in (of_call, decoded.timeout) if seconds is not None]
         rows = await model.infer(decoded, model.deadline(started, min(given, default=None)))
         labels = model.bundle.manifest.labels
-        return encode_infer_response(rows, decoded, model.contract, labels, core.memory)
+        respond = partial(encode_infer_response, rows, decoded, model.contract, labels, core.memory)
+        return await asyncio.to_thread(respond) if decoded.texts > MANY_TEXTS else respond()
 
     answers: dict[str, Answer] = {
         "ServerLive": lambda asked: {"live": True},

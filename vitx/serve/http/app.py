@@ -4,6 +4,7 @@ A request goes through `App.__call__`, or through `App._run_cached` if its head 
 count it, time it, and turn an exception into a reply.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from vitx.serve.http.classify import Classifier
 from vitx.serve.http.gate import check_allowed
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
+from vitx.serve.limits import MANY_TEXTS
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -137,8 +139,10 @@ class App:
         """Answer an infer request; see `StartRequest`."""
         length, decode = asked[2], partial(self._decode, asked, body, record)
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
-            return asgi.start_task(self._read_beside(decode, record, hold), on_reply).cancel
+            return asgi.start_task(self._beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
+        if request.texts > MANY_TEXTS:
+            return asgi.start_task(self._beside(lambda: (model, request, deadline), record, hold), on_reply).cancel
 
         def on_rows(rows: Float32Array | Exception) -> None:
             try:
@@ -149,11 +153,12 @@ class App:
 
         return model.start(request, deadline, record, on_rows)
 
-    async def _read_beside(self, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
-        """The reply to a request that is read on a thread."""
+    async def _beside(self, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
+        """The reply to a request that is read on a thread, and the reply made on one if it has much text."""
         CURRENT_RECORD.set(record)  # of this task alone
         model, request, deadline = await asgi.beside(hold, decode)
-        return self._rows_reply(await model.infer(request, deadline), request, model)
+        reply = partial(self._rows_reply, await model.infer(request, deadline), request, model)
+        return await asyncio.to_thread(reply) if request.texts > MANY_TEXTS else reply()
 
     def _run_cached(
         self, route: str, path: str, of_head: OfHead, start: StartRequest, connection: HeadCacheProtocol

@@ -11,16 +11,17 @@ import numpy as np
 from starlette.types import Scope
 
 from vitx.core.preprocess import ImageError, TooManyPixels
-from vitx.core.probabilities import softmax, top_k
+from vitx.core.probabilities import top_predictions
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, unsupported
 from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, start_task
 from vitx.serve.http.multipart import parse_multipart
+from vitx.serve.limits import MANY_TEXTS, MOST_TEXTS
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.base64_images import base64_images
-from vitx.serve.protocol.infer import to_json
+from vitx.serve.protocol.infer import TEXTS, check_most, to_json
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import quoted
 from vitx.serve.server_core import ServerCore
@@ -31,7 +32,9 @@ _LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
 _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
 # Reads a body of several images: their file names, if they have some, and each image or what is wrong with it.
-ReadImages = Callable[[bytes], tuple[list[str] | None, Sequence[bytes | RequestError]]]
+Encoded = Sequence[bytes | RequestError]
+ReadImages = Callable[[bytes], tuple[list[str] | None, Encoded]]
+Row = Float32Array | Exception
 
 
 class _Options(NamedTuple):
@@ -43,18 +46,17 @@ class _Options(NamedTuple):
     deadline: float | None
     outputs: tuple[str, ...] = ()
 
-    def answer(self, row: Float32Array | Exception) -> dict[str, Any]:
+    def answer(self, row: Row) -> dict[str, Any]:
         """What is said of one image; `row`: see `Contract`. Raises what is wrong with it."""
         if isinstance(row, Exception):
             raise row
         contract, labels = self.model.contract, self.model.bundle.manifest.labels
-        predictions = top_predictions(row[: contract.classes], labels, self.top_k)
-        if not self.outputs:
-            return {"predictions": predictions}
-        values = {name: row[contract.columns(name)] for name in self.outputs}
+        values = {name: row[contract.columns(name)] for name in (contract.output_name, *self.outputs)}
         if name := next((name for name, found in values.items() if not np.isfinite(found).all()), None):
             raise RequestError(f"the output '{name}' is not all finite", status=500, reason="not_finite")
-        return {"predictions": predictions, "outputs": {name: found.tolist() for name, found in values.items()}}
+        predictions = top_predictions(values.pop(contract.output_name), labels, self.top_k)
+        further = {name: found.tolist() for name, found in values.items()}
+        return {"predictions": predictions, **({"outputs": further} if further else {})}
 
 
 class Classifier:
@@ -71,9 +73,9 @@ class Classifier:
         kind = content_type.partition(";")[0].strip().lower()
         several: ReadImages | None = None
         if kind == "multipart/form-data":
-            several = partial(self._form_images, content_type)
+            several = partial(parse_multipart, content_type, max_parts=self._core.limits.images)
         elif kind == "application/json":
-            several = self._json_images
+            several = partial(base64_images, limits=self._core.limits)
         elif not kind.startswith("image/") and kind not in _IMAGE_TYPES:
             expected = "image/*, application/octet-stream, multipart/form-data or application/json"
             raise unsupported(f"Content-Type '{kind[:80]}' is not offered: expected {expected}")
@@ -86,26 +88,28 @@ class Classifier:
         """`many`: reads a body of several images."""
         CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
         options = ask(record.started)
-        names: list[str] | None = None
-        images: Sequence[bytes | RequestError] = [body]
-        if many is not None:
-            read = partial(many, body)
-            names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
+        read = partial(many or (lambda one: (None, [one])), body)
+        names, images = await beside(hold, read) if many and len(body) > SMALL_BYTES else read()
+        widths = options.model.contract.widths()
+        texts = len(images) * (options.top_k + sum(widths[name] for name in options.outputs))
+        check_most(texts, MOST_TEXTS, TEXTS)
         rows = await self._known_rows(options, images, record)
-        results: list[dict[str, Any]] = []
-        for row in rows:
+        write = partial(self._written, options, rows, names, several=many is not None)
+        return await asyncio.to_thread(write) if texts > MANY_TEXTS else write()
+
+    def _written(self, options: _Options, rows: list[Row], names: list[str] | None, *, several: bool) -> Reply:
+        results: list[bytes] = []  # not dicts: a garbage collection of a hundred thousand holds all threads up
+        for number, row in enumerate(rows):
             try:
-                results.append(options.answer(row))
+                result = options.answer(row)
             except RequestError as error:
-                if many is None:
+                if not several:
                     raise
                 self._core.metrics.reject(error.reason, options.model.name)
-                results.append({"error": str(error)})
-        if many is None:
-            return Reply(to_json({"model": options.model.name, **results[0]}))
-        if names is not None:
-            results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
-        return Reply(to_json({"model": options.model.name, "results": results}))
+                result = {"error": str(error)}
+            results.append(to_json(result if names is None else {"filename": names[number], **result}))
+        model = to_json({"model": options.model.name})[:-1]
+        return Reply(b"%b,%b" % (model, b'"results":[%b]}' % b",".join(results) if several else results[0][1:]))
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
         model = self._core.models.get(query.get("model"), query.get("version"), started)
@@ -119,17 +123,7 @@ class Classifier:
         outputs = _outputs(query.get("outputs"), model)
         return _Options(model, top_k, priority, model.deadline(started, seconds), outputs)
 
-    def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
-        if not (files := parse_multipart(content_type, body, self._core.limits.images)):
-            raise RequestError("the form has no image")
-        return [name for name, _ in files], [data for _, data in files]
-
-    def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
-        return None, base64_images(body, self._core.limits)
-
-    async def _known_rows(
-        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
-    ) -> list[Float32Array | Exception]:
+    async def _known_rows(self, options: _Options, images: Encoded, record: RequestRecord) -> list[Row]:
         """As `_rows`, which has to find those alone that are not in the cache."""
         if (cache := options.model.cache) is None:
             return await self._rows(options, images, record)
@@ -140,16 +134,14 @@ class Classifier:
         asked = [image for image, (known, _) in zip(images, looked, strict=True) if known is None]
         found = iter(await self._rows(options, asked, record) if asked else ())
         record.images += len(images) - len(asked)
-        rows: list[Float32Array | Exception] = []
+        rows: list[Row] = []
         for known, keep in looked:
             rows.append(row := next(found) if known is None else known[0])
             if keep is not None and not isinstance(row, Exception):
                 keep(row[None])
         return rows
 
-    async def _rows(
-        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
-    ) -> list[Float32Array | Exception]:
+    async def _rows(self, options: _Options, images: Encoded, record: RequestRecord) -> list[Row]:
         """Return for each image its row (see `Contract`), or what is wrong with it."""
         decoder, steps = self._core.decoder, options.model.bundle.manifest.preprocessing
         batcher = options.model.batcher_of(options.outputs)
@@ -177,15 +169,6 @@ class Classifier:
             rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
             answers = iter(await submit(rows))
         return [image if isinstance(image, Exception) else next(answers) for image in pixels]
-
-
-def top_predictions(logits: Float32Array, labels: Sequence[str], count: int) -> list[dict[str, Any]]:
-    """The `count` classes of one row of logits (C), best first; `score` is the softmax."""
-    if not np.isfinite(logits).all():
-        raise RequestError("the logits are not all finite", status=500, reason="not_finite")
-    scores = softmax(logits[None])
-    best = top_k(scores, count)[0]
-    return [{"label": labels[index], "score": float(scores[0, index]), "index": int(index)} for index in best]
 
 
 def _query(scope: Scope) -> dict[str, str]:

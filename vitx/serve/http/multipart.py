@@ -11,8 +11,8 @@ _PIECE_BYTES = 2**20  # looked through or copied at once: no other thread runs m
 _PARAMETER = re.compile(r'\s*;\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;"]*)')
 
 
-def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[tuple[str, bytes]]:
-    """Name and bytes of each file; raise RequestError 400 for a malformed body or another field, 413 for more parts."""
+def parse_multipart(content_type: str, body: bytes, max_parts: int) -> tuple[list[str], list[bytes]]:
+    """Names and bytes of the files; raise RequestError 400 for a malformed body or other fields, 413 for more parts."""
     boundary = _parameters(content_type).get("boundary", "")
     if not 1 <= len(boundary) <= 70 or not boundary.isascii():
         raise RequestError("multipart/form-data has no valid boundary (1 to 70 ASCII characters)")
@@ -28,7 +28,9 @@ def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[tupl
         end = _find(body, b"\r\n" + delimiter, position)
         parts.append(_parse_part(body, position + 2, end))
         position = end + 2 + len(delimiter)
-    return parts
+    if not parts:
+        raise RequestError("the form has no image")
+    return [name for name, _ in parts], [data for _, data in parts]
 
 
 def _find(body: bytes, delimiter: bytes, start: int) -> int:

@@ -7,14 +7,15 @@ import binascii
 
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits
+from vitx.serve.protocol.infer import check_most
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json
 
 _PIECE_BYTES = 64 * 2**10
 
 
-def base64_images(body: bytes, limits: Limits) -> list[bytes | RequestError]:
-    """The bytes of each image, or the error of a text that is not base64.
+def base64_images(body: bytes, limits: Limits) -> tuple[None, list[bytes | RequestError]]:
+    """No names, and the bytes of each image, or the error of a text that is not base64.
 
     Raises RequestError: 400 for anything but a list of one or more texts, 413 for more than `limits.images`.
     """
@@ -33,9 +34,8 @@ def base64_images(body: bytes, limits: Limits) -> list[bytes | RequestError]:
     found = parse_json(rest, limits.json_depth)
     if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
         raise RequestError("the JSON is not a list of one or more images, each a base64 text")
-    if len(found) > limits.images:
-        raise too_large(f"{len(found)} images in one request: at most {limits.images}")
-    return [_decoded(body, start, stop) for start, stop in texts]
+    check_most(len(found), limits.images)
+    return None, [_decoded(body, start, stop) for start, stop in texts]
 
 
 def _decoded(body: bytes, start: int, stop: int) -> bytes | RequestError:

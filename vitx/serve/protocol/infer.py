@@ -5,7 +5,6 @@ tensors' bytes (little endian, row major). Sources: KServe's "Open Inference Pro
 docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memory}.md.
 """
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitx.core.bundle import Manifest
+from vitx.core.compact_json import compact_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.limits import Limits
+from vitx.serve.limits import MOST_TEXTS, Limits
 from vitx.serve.protocol.json_pixels import CUT_OUT, cut_out_data, pixels_of
 from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
@@ -42,6 +42,7 @@ FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 # A client sends the same JSON header with every request; only the pixels behind it change. So up to 256 parsed headers
 # of at most 512 bytes are cached.
 _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
+TEXTS = "numbers and classes as text in one reply, where binary ones have no limit"
 # Headers with these are not cached: shared-memory regions come and go, pixels are cut out, an escape can hide both.
 _NOT_CACHED = (b"shared_memory", b'"data"', b"\\")
 
@@ -100,7 +101,7 @@ class InferRequest(NamedTuple):
     """A valid request; `images` is uint8 (N, S, S, 3), N ≥ 1.
 
     outputs: how each is wanted, in the order of the reply. further: whether not the logits alone are. priority:
-    Triton's, 1 (highest) to 3, 0 for the default. timeout: seconds.
+    Triton's, 1 (highest) to 3, 0 for the default. timeout: seconds. texts: numbers and classes of the reply in JSON.
     """
 
     images: UInt8Array
@@ -109,6 +110,7 @@ class InferRequest(NamedTuple):
     further: bool = False
     priority: int = 0
     timeout: float | None = None
+    texts: int = 0
 
 
 def header_length(value: str | None) -> int | None:
@@ -134,7 +136,7 @@ def decode_infer_request(
     if length == 0:  # Triton's raw binary request: the body is the tensor, without JSON
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
-        _check_count(shape[0], limits.images)
+        check_most(shape[0], limits.images)
         output = RequestedOutput(contract.output_name, binary=True)
         return InferRequest(_from_bytes(memoryview(body), shape, contract), (output,))
     text, rest, data = body[:length], memoryview(body)[length or len(body) :], memoryview(b"")
@@ -158,12 +160,13 @@ class ParsedHeader(NamedTuple):
     timeout: float | None
     outputs: tuple[RequestedOutput, ...]
     further: bool
+    texts: int
 
     @classmethod
     def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "ParsedHeader":
         tensor = _only_input(header, contract)
         shape = _image_shape(tensor, contract)
-        _check_count(shape[0], max_images)
+        check_most(shape[0], max_images)
         places = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
         binary, priority, timeout = request_parameters(header)
         outputs = _requested_outputs(header, contract, binary, shape[0], memory)
@@ -171,14 +174,17 @@ class ParsedHeader(NamedTuple):
         size, region, request_id = places.get("binary_data_size"), Region.of(places), header.get("id")
         if not isinstance(request_id, str | None):
             raise RequestError("'id' is not a string")
-        return cls(tensor, shape, size, region, request_id, priority, timeout, outputs, further)
+        widths = contract.widths()
+        texts = sum(each.top_k or widths[each.name] * (not (each.binary or each.region)) for each in outputs) * shape[0]
+        check_most(texts, MOST_TEXTS, TEXTS)
+        return cls(tensor, shape, size, region, request_id, priority, timeout, outputs, further, texts)
 
     def request(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview = b""
     ) -> InferRequest:
         """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
         images = self._images(rest, contract, memory, data)
-        return InferRequest(images, self.outputs, self.id, self.further, self.priority, self.timeout)
+        return InferRequest(images, self.outputs, self.id, self.further, self.priority, self.timeout, self.texts)
 
     def _images(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview
@@ -306,14 +312,13 @@ def encode_infer_response(
 def _binary_header(contract: Contract, rows: int) -> bytes:
     """The JSON before `rows` rows of logits, for a request without an id."""
     size = {"binary_data_size": 4 * rows * contract.classes}
-    shape = (rows, contract.classes)
-    output = {"name": contract.output_name, "datatype": "FP32", "shape": shape, "parameters": size}
+    output = {"name": contract.output_name, "datatype": "FP32", "shape": (rows, contract.classes), "parameters": size}
     return to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
 
 
 def to_json(value: Any) -> bytes:
     try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+        return compact_json(value)
     except ValueError:
         text = "the logits are not all finite, and JSON has no word for that: ask for binary output"
         raise RequestError(text, status=500, reason="not_finite") from None
@@ -350,6 +355,6 @@ def _from_bytes(data: bytes | memoryview, shape: tuple[int, ...], contract: Cont
     return np.ndarray(shape, np.uint8, data)
 
 
-def _check_count(images: int, max_images: int) -> None:
-    if images > max_images:
-        raise too_large(f"{images} images in one request: at most {max_images}")
+def check_most(found: int, most: int, what: str = "images in one request") -> None:
+    if found > most:
+        raise too_large(f"{found} {what}: at most {most}")
