@@ -49,6 +49,14 @@ def test_the_longest_colour_profile_of_a_jpeg_is_read() -> None:
     assert decode(image_of("JPEG", icc_profile=bytes(255 * 65_519))).size == (16, 16)
 
 
+def test_a_gif_with_long_xmp_is_read() -> None:
+    """It is no run of sub-blocks, but read as if it were; a trailer of 257 bytes leads back to one from any place."""
+    whole, xmp = image_of("GIF"), bytes(range(32, 127)) * 10_000
+    trailer = b"\1" + bytes(range(255, -1, -1)) + b"\0"
+    place = whole.index(b",")
+    assert decode(whole[:place] + b"!\xff\x0bXMP DataXMP" + xmp + trailer + whole[place:]).size == (16, 16)
+
+
 def test_a_large_png_in_pieces_of_8_kib_is_read() -> None:
     """As libpng writes it, which is in the smallest pieces."""
     noise = np.random.default_rng(0).integers(0, 256, (4000, 4000, 3), np.uint8)

@@ -255,8 +255,9 @@ class _Reads(io.BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        # A TIFF's tags may have a whole layered drawing, and are copied once.
-        self.reads, self.size = _HEADER_READS, math.inf if data.startswith((b"II", b"MM")) else float(_HEADER_BYTES)
+        # A GIF has XMP in pieces of 255 bytes. A TIFF's tags may have a whole layered drawing, and are copied once.
+        self.reads = 16 * _HEADER_READS if data.startswith(b"GIF8") else _HEADER_READS
+        self.size = math.inf if data.startswith((b"II", b"MM")) else _HEADER_BYTES
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
