@@ -13,8 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from bundle_fixture import IMAGE_SIZE, png, write_bundle
 from server_process import ServerProcess, grpc_address, running_server
 from vitx.core.bundle import MANIFEST, FileEntry
-from vitx.core.compact_json import compact_json
-from vitx.core.files import sha256_file, write_json
+from vitx.core.files import compact_json, sha256_file, write_json
 from vitx.core.probabilities import top_k, top_predictions
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.limits import MANY_TEXTS, MOST_TEXTS
@@ -26,7 +25,7 @@ PIXELS = np.random.default_rng(1).integers(0, 256, (IMAGES, IMAGE_SIZE, IMAGE_SI
 # A server that ends when its event loop, which is on the main thread, writes much text.
 WATCHED = """
 import os, threading
-import vitx.core.compact_json as writer
+import vitx.core.files as writer
 import vitx.serve.grpc.protocol as protocol
 def beside(write):
     def watched(values):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitx.core.bundle import Manifest
-from vitx.core.compact_json import compact_json
+from vitx.core.files import compact_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import top_k
 from vitx.runtimes.session import Float32Array
