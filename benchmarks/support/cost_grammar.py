@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from support.cost_tiff import COMPRESSIONS, tiff
+from support.cost_tiff import CHOICES, SMALLEST, last_scan_again, tiff
 from support.fuzz_grpc import SERVICE, good_request, varint
 from support.fuzz_http import http
 from vitx.serve.grpc.messages import message_class
@@ -140,6 +140,11 @@ def _control(values: Values, model: str) -> bytes:
     return _packed(body, values, model, values["path"], "application/json")
 
 
+def _chunk(name: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG; the first may stand behind 33 bytes."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 @functools.lru_cache(64)
 def _png(side: int, mode: str = "RGB", level: int = 1) -> bytes:
     buffer = io.BytesIO()
@@ -176,12 +181,9 @@ def _image(values: Values, model: str) -> bytes:
     data = _plain_image(values["kind"], values["mode"], width, height, values["orientation"])
     if values["kind"] == "PNG" and values["chunks"]:
         text = b"k\0\0" + zlib.compress(bytes(values["chunk"]), 1)
-        chunk = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
-        data = data[:33] + chunk * values["chunks"] + data[33:]
+        data = data[:33] + _chunk(b"zTXt", text) * values["chunks"] + data[33:]
     if values["kind"] == "JPEG" and values["chunks"]:
-        scans = data.split(b"\xff\xda")  # the scans after the first refine it, as often as they come
-        data = b"\xff\xda".join(scans[:-1] + [scans[-1].removesuffix(b"\xff\xd9")] * (1 + values["chunks"]))
-        data += b"\xff\xd9"
+        data = last_scan_again(data, values["chunks"])
     if values["kind"] == "GIF" and values["chunks"]:
         frame = data[data.find(b",") : -1]
         data = data[:-1] + frame * values["chunks"] + b";"
@@ -194,9 +196,8 @@ def _tiff(values: Values, model: str) -> bytes:
 
 def _chunks(values: Values, model: str) -> bytes:
     """A PNG, or the chunks of a WebP, with others before its pixels: as they are, empty, or EXIF of shared tags."""
-    _limit(values["length"], values)
     if values["exif"]:
-        data = tiff({**_SMALLEST_TIFF, "tags": values["exif"], "noise": values["length"]})
+        data = tiff({**SMALLEST, "tags": values["exif"], "noise": values["length"]})
     else:
         data = bytes(values["length"])
     _limit(values["chunks"] * (12 + len(data)), values)
@@ -208,8 +209,7 @@ def _chunks(values: Values, model: str) -> bytes:
         whole = b"RIFF" + struct.pack("<I", len(inner)) + inner
     else:
         whole = _png(side)
-        chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        whole = whole[:33] + chunk * values["chunks"] + whole[33:]
+        whole = whole[:33] + _chunk(name, data) * values["chunks"] + whole[33:]
     return _packed([whole], values, model, "/v1/classify?model={model}", "image/png")
 
 
@@ -251,24 +251,6 @@ def _other_call(values: Values, model: str) -> bytes:
     return whole + b"\x1a\x00" * entries
 
 
-_TIFF: dict[str, Choices] = {
-    "width": (16, 1, 60, 112, 300, 1_000, 7_000, 65_000),
-    "height": (16, 1, 300, 1_000, 7_000, 16_383, 65_000, 110_000),
-    "pixels": (10**4, 10**6, 10**6, 4 * 10**6, 20 * 10**6, 49 * 10**6, 51 * 10**6),
-    "tile": (0, 0, 1, 16, 24, 256, 1_000, 7_000, 32_768),
-    "rows": (0, 1, 1, 7, 8, 16, 100, 2**31),
-    "compression": tuple(COMPRESSIONS),
-    "mode": ("L", "RGB", "1"),
-    "bits": (0, 0, 0, 0, 0, 0, 1, 4, 16, 32),  # 0: of the mode
-    "photometric": (None, None, None, None, None, None, 0, 3, 5, 6, 8),
-    "planar": (1, 1, 1, 1, 2),
-    "scans": (1, 1, 12, 90, 101, 1_000),
-    "noise": (0, 0, 0, 0, 0, 100, 100_000),
-    "tags": (0, 0, 100, 5_000, 20_000),
-    "again": (0, 0, 0, 0, 0, 0, 16, 32_768),
-    "loop": (False, False, True),
-    "gzip": (False, False, True),
-}
 _LEAST_PIECES = {
     "fill": ("JPEG", b"\xff"),
     "zeros": ("JPEG", b"\0"),
@@ -276,13 +258,12 @@ _LEAST_PIECES = {
     "comments": ("JPEG", b"\xff\xfe\0\2"),
     "exif": ("JPEG", b"\xff\xe1\0\x0aExif\0\0ab"),
     "profiles": ("JPEG", b"\xff\xe2\0\x12ICC_PROFILE\0\1\1ab"),
-    "chunks": ("PNG", struct.pack(">I4sI", 0, b"abcd", zlib.crc32(b"abcd"))),
-    "data": ("PNG", struct.pack(">I4sI", 0, b"IDAT", zlib.crc32(b"IDAT"))),
+    "chunks": ("PNG", _chunk(b"abcd", b"")),
+    "data": ("PNG", _chunk(b"IDAT", b"")),
     "junk": ("GIF", b"\0"),
     "controls": ("GIF", b"!\xf9\0"),
     "comment": ("GIF", b"!\xfe\1a\0"),
 }
-_SMALLEST_TIFF = {name: choices[0] for name, choices in _TIFF.items()} | {"compression": "none"}
 _IMAGE_NUMBERS, _MOST_IMAGES = 3 * _SIDE**2, 256
 _SHAPES: Choices = (
     *[None] * 8,  # as the numbers are
@@ -390,7 +371,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "gzip": (False, False, True),
         },
     ),
-    "tiff": ("http", _tiff, _TIFF),
+    "tiff": ("http", _tiff, {**CHOICES, "gzip": (False, False, True)}),
     "chunks": (
         "http",
         _chunks,

@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def chunk(name: bytes, data: bytes) -> bytes:
     ],
 )
 def test_an_image_in_too_many_pieces_is_refused(kind: str, before: bytes, piece: bytes) -> None:
-    """64 MiB of them, 64 kB of gzip, took 20 s to some minutes."""
+    """64 MiB of them, 64 kB of gzip, took more than 20 s."""
     whole = image_of(kind)
     place = 33 if kind == "PNG" else whole.index(before)
     assert decode(whole[:place] + piece + whole[place:]).size == (16, 16)
@@ -78,3 +79,12 @@ def image_with_xmp(xmp: bytes) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (16, 8)).save(file, "WEBP", xmp=xmp)
     return file.getvalue()
+
+
+def test_a_file_has_the_limits_of_bytes(tmp_path: Path) -> None:
+    """Else a folder's check would let an image pass that training then refuses."""
+    path, whole = tmp_path / "image.gif", image_of("GIF")
+    place = whole.index(b",")
+    path.write_bytes(whole[:place] + b"\0" * 2**20 + whole[place:])
+    with pytest.raises(ImageError, match="in too many pieces"):
+        decode(path)

@@ -14,6 +14,7 @@ import torchvision.transforms.v2 as transforms
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+import support.cost_tiff as cost_tiff
 from bundle_fixture import damaged_fax
 from cli_fixture import run_in_process
 from vitx.core.errors import InputError
@@ -391,19 +392,8 @@ def test_the_pixels_of_a_tiff_are_those_of_whole_tiles() -> None:
 @pytest.mark.parametrize(("mode", "whole"), [("L", "16×8000"), ("RGB", "16×16000")])
 def test_the_pixels_of_a_jpeg_in_a_tiff_are_those_of_the_blocks_of_its_strips(mode: str, whole: str) -> None:
     """10 kB with a row a strip took 20 s: each of the 100 scans of each strip goes over 8 rows."""
-    file = io.BytesIO()
-    Image.new(mode, (15, 1)).save(file, "JPEG")
-    jpeg, colours = file.getvalue(), len(mode)
-    place = 8 + 2 + 12 * 9 + 4
-    directory = b"".join(
-        struct.pack("<HHII", tag, 4, n, entry)
-        for tag, n, entry in (
-            *((256, 1, 15), (257, 1, 1000), (258, 1, 8), (259, 1, 7), (262, 1, 6 if colours == 3 else 1)),
-            *((273, 1000, place), (277, 1, colours), (278, 1, 1), (279, 1000, place + 4000)),
-        )
-    )
-    offsets, lengths = struct.pack("<I", place + 8000) * 1000, struct.pack("<I", len(jpeg)) * 1000
-    data = b"II*\0" + struct.pack("<IH", 8, 9) + directory + bytes(4) + offsets + lengths + jpeg
+    sizes = {"width": 15, "height": 1000, "pixels": 15_000, "rows": 1}
+    data = cost_tiff.tiff({**cost_tiff.SMALLEST, **sizes, "compression": "jpeg", "mode": mode})
     with pytest.raises(TooManyPixels, match=f"image of {whole} pixels"):
         decode(data, max_pixels=100_000)
     assert decode(data).size == (15, 1000)

@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.page import fields
 
+_JSON_PIECE = 4096  # entries of a list: `json.dumps` of a million numbers holds all other threads up for 0.8 s
+
 
 class Record(BaseModel):
     """Base of every schema that vitx writes to a file: immutable, and a field it does not know is an error."""
@@ -146,6 +148,22 @@ def json_bytes(plain: Any) -> bytes:
     return (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
+def compact_json(value: Any) -> bytes:
+    """JSON without white space, lists in dicts and in lists of these in pieces; raise ValueError where not finite."""
+    if isinstance(value, dict):
+        return b"{%b}" % b",".join(b"%b:%b" % (_dumps(name), compact_json(entry)) for name, entry in value.items())
+    if not isinstance(value, list):
+        return _dumps(value)
+    if value and isinstance(value[0], dict) and any(isinstance(entry, list) for entry in value[0].values()):
+        return b"[%b]" % b",".join(map(compact_json, value))
+    pieces = (value[start : start + _JSON_PIECE] for start in range(0, len(value), _JSON_PIECE))
+    return b"[%b]" % b",".join(_dumps(piece)[1:-1] for piece in pieces)
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
 def read_record(path: Path, schema: type[RecordT]) -> RecordT:
     """Read a JSON file into `schema`; raise InputError naming the file and the field that is wrong."""
     if not path.is_file():
@@ -247,22 +265,3 @@ def link_atomically(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     rename(temporary, link)
-
-
-_JSON_PIECE = 4096  # entries of a list: `json.dumps` of a million numbers holds all other threads up for 0.8 s
-
-
-def compact_json(value: Any) -> bytes:
-    """JSON without white space, lists in dicts and in lists of these in pieces; raise ValueError where not finite."""
-    if isinstance(value, dict):
-        return b"{%b}" % b",".join(b"%b:%b" % (_dumps(name), compact_json(entry)) for name, entry in value.items())
-    if not isinstance(value, list):
-        return _dumps(value)
-    if value and isinstance(value[0], dict) and any(isinstance(entry, list) for entry in value[0].values()):
-        return b"[%b]" % b",".join(map(compact_json, value))
-    pieces = (value[start : start + _JSON_PIECE] for start in range(0, len(value), _JSON_PIECE))
-    return b"[%b]" % b",".join(_dumps(piece)[1:-1] for piece in pieces)
-
-
-def _dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

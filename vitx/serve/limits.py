@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from vitx.serve.errors import unavailable
+from vitx.serve.errors import too_large, unavailable
 
 UNCOUNTED_BYTES = 2**16  # a body of no more is not counted: it costs no more than its connection
 # Numbers and classes that a reply says as text: more are written beside the event loop, or refused.
 MANY_TEXTS, MOST_TEXTS = 2**12, 2**18
+TEXTS = "numbers and classes as text in one reply, where binary ones have no limit"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Batching:
     instances: int
     timeout: float | None
     preferred: tuple[int, ...] = ()
+
+
+def check_most(found: int, most: int, what: str = "images in one request") -> None:
+    if found > most:
+        raise too_large(f"{found} {what}: at most {most}")
 
 
 class MemoryBudget:

@@ -137,11 +137,13 @@ def test_a_large_form_holds_no_other_thread_up_for_long() -> None:
     other = threading.Thread(target=count)
     sys.setswitchinterval(1e-4)
     other.start()
-    before = turns
-    parse_multipart(TYPE, body, 2)
-    done.set()
-    other.join()
-    sys.setswitchinterval(interval)
+    try:
+        before = turns
+        parse_multipart(TYPE, body, 2)
+    finally:
+        done.set()
+        other.join()
+        sys.setswitchinterval(interval)
     assert turns - before > 20
 
 

@@ -50,7 +50,7 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
             for tensor in request.inputs
         ],
         "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in request.outputs],
-        "parameters": {"binary_data_output": True, **_parameters(request.parameters)},
+        "parameters": {"binary_data_output": True, **_parameters(request.parameters)},  # there is no other form here
     }
     return ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
 

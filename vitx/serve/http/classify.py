@@ -17,11 +17,11 @@ from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, unsupported
 from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, start_task
 from vitx.serve.http.multipart import parse_multipart
-from vitx.serve.limits import MANY_TEXTS, MOST_TEXTS
+from vitx.serve.limits import MANY_TEXTS, MOST_TEXTS, TEXTS, check_most
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.base64_images import base64_images
-from vitx.serve.protocol.infer import TEXTS, check_most, to_json
+from vitx.serve.protocol.infer import to_json
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import quoted
 from vitx.serve.server_core import ServerCore
@@ -31,8 +31,8 @@ _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
 _LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
 _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
-# Reads a body of several images: their file names, if they have some, and each image or what is wrong with it.
-Encoded = Sequence[bytes | RequestError]
+Encoded = Sequence[bytes | RequestError]  # images, or what is wrong with one
+# Reads a body of several images: their file names, if they have some, and the images.
 ReadImages = Callable[[bytes], tuple[list[str] | None, Encoded]]
 Row = Float32Array | Exception
 

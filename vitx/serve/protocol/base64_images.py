@@ -6,8 +6,7 @@
 import binascii
 
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.limits import Limits
-from vitx.serve.protocol.infer import check_most
+from vitx.serve.limits import Limits, check_most
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json
 

@@ -19,8 +19,8 @@ from vitx.core.files import compact_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import top_k
 from vitx.runtimes.session import Float32Array
-from vitx.serve.errors import RequestError, too_large
-from vitx.serve.limits import MOST_TEXTS, Limits
+from vitx.serve.errors import RequestError
+from vitx.serve.limits import MOST_TEXTS, TEXTS, Limits, check_most
 from vitx.serve.protocol.json_pixels import CUT_OUT, cut_out_data, pixels_of
 from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
@@ -42,7 +42,6 @@ FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 # A client sends the same JSON header with every request; only the pixels behind it change. So up to 256 parsed headers
 # of at most 512 bytes are cached.
 _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
-TEXTS = "numbers and classes as text in one reply, where binary ones have no limit"
 # Headers with these are not cached: shared-memory regions come and go, pixels are cut out, an escape can hide both.
 _NOT_CACHED = (b"shared_memory", b'"data"', b"\\")
 
@@ -353,8 +352,3 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
 def _from_bytes(data: bytes | memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
     expected_bytes(contract.input_name, len(data), shape)
     return np.ndarray(shape, np.uint8, data)
-
-
-def check_most(found: int, most: int, what: str = "images in one request") -> None:
-    if found > most:
-        raise too_large(f"{found} {what}: at most {most}")
