@@ -35,7 +35,8 @@ PHASES = ("input", "upload", "forward", "backward", "optimizer", "average")
 
 def recipe_for(name: str, folder: Path, report: Report, *more: str) -> Recipe:
     """The published recipe on these images, batch 256; two blocks at 64 px in a rehearsal."""
-    sets = [f"batch_size={BATCH}", f"workers={max(1, (os.cpu_count() or 2) - 2)}", "epochs=1", *more]
+    sets = [f"batch_size={BATCH}", f"workers={max(1, (os.cpu_count() or 2) - 2)}"]
+    sets += ["epochs=1", "schedule.cooldown_epochs=0", *more]
     recipe = get_recipe(name).on_data(str(folder))
     if report.rehearsed:
         sets[:2] = ["batch_size=8", "workers=1"]

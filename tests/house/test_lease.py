@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lease
+from lease_steps import training
 from lease_steps.cuda_tools import launch_summary, parse_raw_page
 from lease_steps.step_report import Report
 
@@ -74,6 +75,14 @@ def test_every_import_is_of_that_machine_or_carried_and_is_looked_for_before_the
     for name, path in [*foreign.items(), *((name, BENCHMARKS) for name in LATER)]:
         assert normal(DISTRIBUTIONS.get(name, name)) in known, f"{path} imports {name}, which that machine lacks"
     assert set(lease.PACKAGES) == foreign.keys() | LATER | CARRIED
+
+
+@pytest.mark.parametrize("rehearsed", [False, True])
+@pytest.mark.parametrize("name", training.RECIPES)
+def test_its_recipes_fit_the_one_epoch_that_they_train(name: str, rehearsed: bool, tmp_path: Path) -> None:
+    """A cool-down of ten epochs, which the published recipe has, made every step of the part fail."""
+    report = Report(tmp_path / "training.json", "speed", rehearsed=rehearsed)
+    assert training.recipe_for(name, tmp_path, report).epochs == 1
 
 
 def test_a_rehearsal_ends_with_a_table(tmp_path: Path) -> None:
