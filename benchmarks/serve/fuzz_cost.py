@@ -34,7 +34,7 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import support.fuzz_http as fuzz_http
-from support.cost_grammar import KINDS, MOST_BYTES, Request, chosen, made, mutated
+from support.cost_grammar import KINDS, MOST_BYTES, Model, Request, chosen, made, mutated
 from support.fuzzed_server import fuzz_server
 from support.targets import report_header
 
@@ -219,7 +219,7 @@ class Best:
         return [request for _, _, request in self._heap]
 
 
-def search(server: Server, model: str, end: float, seed: int) -> Iterator[Cost]:
+def search(server: Server, model: Model, end: float, seed: int) -> Iterator[Cost]:
     """The cost of every request that is sent until `end` (time.monotonic())."""
     chance, spent, waiting = random.Random(seed), dict.fromkeys(KINDS, 0.0), deque[Cost]()
     best = {kind: (Best(lambda cost: cost.per_byte), Best(lambda cost: cost.delay)) for kind in KINDS}
@@ -243,7 +243,7 @@ def search(server: Server, model: str, end: float, seed: int) -> Iterator[Cost]:
         spent[kind] += (time.monotonic() - began) / _SHARES.get(kind, 1)
 
 
-def ask_again(server: Server, model: str, costs: Path) -> None:
+def ask_again(server: Server, model: Model, costs: Path) -> None:
     """Send what delayed too long in earlier runs again, and keep the shortest delay."""
     lines = [json.loads(line) for line in costs.read_text().splitlines()] if costs.exists() else []
     for line in lines:
@@ -271,7 +271,8 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
     assert process.stdout is not None
     url, grpc_address = (process.stdout.readline().split()[-1] for _ in range(2))
     host, _, port = url.rpartition("//")[2].rpartition(":")
-    address, model = (host, int(port)), Bundle.open(options.bundle).manifest.name
+    address, manifest = (host, int(port)), Bundle.open(options.bundle).manifest
+    model = Model(manifest.name, manifest.preprocessing.image_size)
     context = multiprocessing.get_context("spawn")
     ring = context.RawArray("d", 3 * _PROBES + 1)
     prober = context.Process(target=probe, args=(address, process.pid, ring), daemon=True)

@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -24,7 +24,7 @@ from vitx.serve.grpc.messages import message_class
 
 MOST_BYTES = 1_000_000
 _MOST_UNPACKED = 66 * 2**20  # a little more than a server takes
-_SIDE = 16
+_SIDE = 16  # of an image that is to be small
 
 Choices = tuple[Any, ...]
 Values = Mapping[str, Any]
@@ -33,6 +33,20 @@ _FEW: Choices = (0, 0, 1, 2, 5, 20, 100)
 _MANY: Choices = (*[0] * 12, *_FEW, 500, 2_000, 10_000, 50_000, 200_000, 490_000)
 _TOP_K: Choices = (0, 0, 10, 100, 1_000, 21_841)  # classes, of which a model may have fewer
 _MIB: Choices = (0, 0, 1, 8, 30, 63)
+
+
+class Model(NamedTuple):
+    """Its name, and the side of its images in pixels."""
+
+    name: str
+    side: int
+
+    @property
+    def numbers(self) -> int:
+        return 3 * self.side**2
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ def _gzipped(pieces: list[bytes]) -> bytes:
     return _GZIP_HEAD + packed + _DEFLATE_END + struct.pack("<II", check, sum(map(len, pieces)))
 
 
-def _packed(pieces: list[bytes], values: Values, model: str, path: str, kind: str, *headers: str) -> bytes:
+def _packed(pieces: list[bytes], values: Values, model: Model, path: str, kind: str, *headers: str) -> bytes:
     """A POST of these pieces; with `values["gzip"]` its body is compressed."""
     if values["gzip"]:
         body, headers = _gzipped(pieces), (*headers, "Content-Encoding: gzip")
@@ -81,12 +95,13 @@ def _packed(pieces: list[bytes], values: Values, model: str, path: str, kind: st
     return http("POST", path.format(model=model), body, f"Content-Type: {kind}", "Connection: close", *headers)
 
 
-def _infer(values: Values, model: str) -> bytes:
+def _infer(values: Values, model: Model) -> bytes:
     count, item = values["numbers"], values["item"]
+    count = max(count, -count * model.numbers)
     _limit(values["inputs"] * (count * (len(item) + 1) + 2**20 * values["padding"] + 2 * values["deep"]), values)
-    inner = ",".join([item] * count)
+    inner = ((item + ",") * count)[:-1]
     data = "[" * values["deep"] + (inner or "0" * (not values["deep"]))
-    shape = values["shape"] or [count // _IMAGE_NUMBERS, _SIDE, _SIDE, 3]
+    shape = values["shape"] or [count // model.numbers, model.side, model.side, 3]
     before = f'{{"name": "images", "datatype": "UINT8", "shape": {json.dumps(shape)}, "data": {data}'
     after = "]" * values["deep"] + "}"
     tensor = [before.encode(), *[_SPACES] * values["padding"], after.encode()]
@@ -100,7 +115,7 @@ def _infer(values: Values, model: str) -> bytes:
     return _packed(body, values, model, "/v2/models/{model}/infer", "application/json", *length)
 
 
-def _texts(values: Values, model: str) -> bytes:
+def _texts(values: Values, model: Model) -> bytes:
     _limit(values["texts"] * (values["length"] + 3) + 2**20 * values["padding"], values)
     text = {"image": base64.b64encode(_png(24)).decode(), "zeros": "A", "escapes": "\\/", "slashes": "\\\\"}
     item = text[values["text"]] * (1 if values["text"] == "image" else values["length"])
@@ -113,7 +128,7 @@ def _classify(values: Values) -> str:
     return "/v1/classify?model={model}" + (f"&top_k={values['top_k']}" if values["top_k"] else "")
 
 
-def _form(values: Values, model: str) -> bytes:
+def _form(values: Values, model: Model) -> bytes:
     _limit(values["parts"] * (2**20 * values["padding"] + min(8000, len(values["mark"]) * values["marks"])), values)
     parameters = (values["mark"] * values["marks"])[:8000]
     header = f'Content-Disposition: form-data; name="i"; filename="x"{values["joint"]}{parameters}'
@@ -123,7 +138,7 @@ def _form(values: Values, model: str) -> bytes:
     return _packed([*part * values["parts"], b"--b--\r\n"], values, model, _classify(values), kind)
 
 
-def _head(values: Values, model: str) -> bytes:
+def _head(values: Values, model: Model) -> bytes:
     _limit(values["pipelined"] * (values["headers"] * values["length"] + values["query"]), values)
     query = "&".join([values["field"]] * values["query"])
     lines = [f"{values['header']}: {values['value'] * values['length']}"] * values["headers"]
@@ -133,7 +148,7 @@ def _head(values: Values, model: str) -> bytes:
     return before + last
 
 
-def _control(values: Values, model: str) -> bytes:
+def _control(values: Values, model: Model) -> bytes:
     _limit(values["length"] + 2**20 * values["padding"], values)
     text = (values["text"] * values["length"]).encode()
     body = [b'{"key": "' + text, *[_SPACES] * values["padding"], b'", "byte_size": 1}']
@@ -174,7 +189,7 @@ def _plain_image(kind: str, mode: str, width: int, height: int, orientation: int
     return buffer.getvalue()
 
 
-def _image(values: Values, model: str) -> bytes:
+def _image(values: Values, model: Model) -> bytes:
     width = values["width"]
     height = min(values["height"], values["pixels"] // width + 1)
     _limit(values["chunks"] * (values["chunk"] >> 10) + (3 * width * height if values["kind"] == "BMP" else 0), values)
@@ -190,11 +205,11 @@ def _image(values: Values, model: str) -> bytes:
     return _packed([data], values, model, "/v1/classify?model={model}", "image/png")
 
 
-def _tiff(values: Values, model: str) -> bytes:
+def _tiff(values: Values, model: Model) -> bytes:
     return _packed([tiff(values)], values, model, "/v1/classify?model={model}", "image/tiff")
 
 
-def _chunks(values: Values, model: str) -> bytes:
+def _chunks(values: Values, model: Model) -> bytes:
     """A PNG, or the chunks of a WebP, with others before its pixels: as they are, empty, or EXIF of shared tags."""
     if values["exif"]:
         data = tiff({**SMALLEST, "tags": values["exif"], "noise": values["length"]})
@@ -213,7 +228,7 @@ def _chunks(values: Values, model: str) -> bytes:
     return _packed([whole], values, model, "/v1/classify?model={model}", "image/png")
 
 
-def _pieces(values: Values, model: str) -> bytes:
+def _pieces(values: Values, model: Model) -> bytes:
     """An image with as many of the least pieces of its format before the pixels as are wanted."""
     kind, piece = _LEAST_PIECES[values["piece"]]
     whole = _plain_image(kind, "L", _SIDE, _SIDE, 0)
@@ -223,14 +238,14 @@ def _pieces(values: Values, model: str) -> bytes:
     return _packed(data, values, model, "/v1/classify?model={model}", "image/png")
 
 
-def _call(values: Values, model: str) -> bytes:
-    size = values["padding"] << 20
-    _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"] + size, values)
-    request = good_request(model)
+def _call(values: Values, model: Model) -> bytes:
+    size, pixels = values["padding"] << 20, values["images"] * model.numbers
+    _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"] + size + pixels, values)
+    request = good_request(model.name, shape=[values["images"], model.side, model.side, 3])
+    del request.raw_input_contents[:]
     tensor = request.inputs[0]
     tensor.shape.extend([1] * values["sides"])
     if values["numbers"]:
-        del request.raw_input_contents[:]
         tensor.contents.uint_contents.extend([values["number"] % 2**32] * values["numbers"])
     for number in range(min(values["parameters"], 50_000)):
         request.parameters[f"{number}"].bool_param = True
@@ -239,12 +254,13 @@ def _call(values: Values, model: str) -> bytes:
     whole += b"\x2a\x00" * values["inputs"] + b"\x32\x00" * values["outputs"] + b"\x3a\x00" * values["raws"]
     groups: int = values["groups"]
     pieces = [whole + b"\x0b" * groups + b"\x0c" * groups]
-    if size:  # of pixels
-        pieces += [b"\x3a" + varint(size), *[_SPACES] * values["padding"]]
+    for length in (0 if values["numbers"] else pixels, size):
+        if length:
+            pieces += [b"\x3a" + varint(length), *[_SPACES] * (length >> 20), _SPACES[: length % 2**20]]
     return _gzipped(pieces) if values["gzip"] else b"".join(pieces)
 
 
-def _other_call(values: Values, model: str) -> bytes:
+def _other_call(values: Values, model: Model) -> bytes:
     request = message_class("RepositoryModelLoadRequest")(model_name=values["text"] * values["length"])
     whole: bytes = request.SerializeToString()
     entries: int = values["entries"]
@@ -264,10 +280,10 @@ _LEAST_PIECES = {
     "controls": ("GIF", b"!\xf9\0"),
     "comment": ("GIF", b"!\xfe\1a\0"),
 }
-_IMAGE_NUMBERS, _MOST_IMAGES = 3 * _SIDE**2, 256
+_MOST_IMAGES = 256
 _SHAPES: Choices = (
     *[None] * 8,  # as the numbers are
-    *[[n, _SIDE, _SIDE, 3] for n in (1, _MOST_IMAGES)],
+    *[[n, _SIDE, _SIDE, 3] for n in (1, _MOST_IMAGES)],  # of a model of that side
     *([-1], [1] * 4000, [2**62, _SIDE, _SIDE, 3], [0]),
 )
 _PATHS: Choices = (
@@ -280,12 +296,12 @@ _PATHS: Choices = (
     "/v2/models/" + "%41" * 999,
 )
 # The first choices together are a request that is answered, but for "control" and "other call".
-_KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]] = {
+_KINDS: dict[str, tuple[str, Callable[[Values, Model], bytes], dict[str, Choices]]] = {
     "json": (
         "http",
         _infer,
         {
-            "numbers": (*[_IMAGE_NUMBERS, _MOST_IMAGES * _IMAGE_NUMBERS] * 12, *_MANY),
+            "numbers": (*[-1, -50, -200, -_MOST_IMAGES] * 6, *_MANY),  # below none: so many images
             "item": (*["7"] * 12, "255", " 7", "[]", "[[]]", "{}", '""', "1e5", "7.5", "9" * 300, "null", '{"a":[1]}'),
             "deep": (*[1] * 6, 0, 4, 15, 17, 5_000, 300_000),
             "padding": _MIB,
@@ -399,6 +415,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
         SERVICE + "ModelInfer",
         _call,
         {
+            "images": (*[1, 50, _MOST_IMAGES] * 4, 0, 300),
             "sides": _MANY,
             "numbers": _MANY,
             "number": (7, 255, 256, 2**32 - 1),
@@ -437,7 +454,7 @@ def mutated(kind: str, values: Values, chance: random.Random) -> Values:
     return changed
 
 
-def made(kind: str, values: Values, model: str) -> Request | None:
+def made(kind: str, values: Values, model: Model) -> Request | None:
     """The request of these values; None for one that is too large, packed or unpacked."""
     target, write, _ = _KINDS[kind]
     try:

@@ -12,7 +12,7 @@ from support.gpu_networks import Run, Unavailable
 
 
 def onnxruntime_run(graph: Callable[[], Path], example: Tensor) -> Run:
-    """ONNX Runtime on torch's stream and torch's memory; it keeps the few nodes that compute shapes on the processor."""
+    """ONNX Runtime on torch's stream and torch's memory; it keeps nodes that compute shapes on the processor."""
     import onnxruntime
 
     cuda = example.device.type == "cuda"

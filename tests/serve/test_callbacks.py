@@ -1,12 +1,14 @@
-"""Replies of a batch are written together, after all of them are made."""
+"""Replies of a batch are written together, after all of them are made; large bodies are read one after the other."""
 
 import asyncio
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 from vitx.serve.batching.batcher import Batcher
-from vitx.serve.callbacks import batch_of_replies, write_with_batch
+from vitx.serve.callbacks import batch_of_replies, read_on_thread, write_with_batch
 from vitx.serve.limits import Batching
 
 
@@ -54,3 +56,22 @@ def test_the_batcher_answers_all_of_a_batch_before_the_first_is_written() -> Non
     # The first had the idle instance for itself, the others were a batch.
     assert events[:2] == ["made 0", "written 0"]
     assert events[2:] == [f"made {number}" for number in (1, 2, 3)] + [f"written {number}" for number in (1, 2, 3)]
+
+
+def test_large_bodies_are_read_one_at_a_time_and_small_ones_beside_them() -> None:
+    """With as many threads as an executor has, six readers held up the event loop six times as long as one."""
+    let_go, begun = threading.Event(), list[int]()
+
+    def read(number: int) -> int:
+        begun.append(number)
+        assert number == 3 or let_go.wait(10)
+        return number
+
+    async def test() -> list[int]:
+        large = [read_on_thread(2**24, partial(read, number)) for number in range(3)]
+        assert await read_on_thread(2**15, partial(read, 3)) == 3
+        assert sorted(begun) == [0, 3]
+        let_go.set()
+        return await asyncio.gather(*large)
+
+    assert asyncio.run(test()) == [0, 1, 2]

@@ -1,12 +1,20 @@
-"""Callbacks of the batcher: into a future, and to the sockets when the replies of a whole batch are made."""
+"""What the event loop is called back with: replies of the batcher, and what the threads beside it have read."""
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# Of large bodies and of others. Reading JSON holds the interpreter: among more threads the event loop has fewer turns.
+_READERS = {large: ThreadPoolExecutor(1, f"read-{large}") for large in (False, True)}
+
+
+def read_on_thread(size: int, read: Callable[[], T]) -> "asyncio.Future[T]":
+    """What `read` returns, on the thread for bodies of `size` bytes, which takes them in turn."""
+    return asyncio.get_running_loop().run_in_executor(_READERS[size > 2**20], read)
 
 
 def settle(future: "asyncio.Future[T]", value: T | Exception) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 import support.cost_grammar as cost_grammar
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 REQUESTS = 1200
 CALLS = 1200
 EXAMPLES = 3  # of each operation
+TINY = cost_grammar.Model("tiny", 16)
 
 
 @pytest.fixture
@@ -88,8 +90,8 @@ def test_the_grammar_of_costs_writes_requests_of_less_than_a_mb(kind: str, monke
         for _ in range(3):
             if "pixels" in values:
                 values = {**values, "pixels": 10_000, "width": min(values["width"], 1000)}
-            if (request := cost_grammar.made(kind, values, "tiny")) is not None:
-                assert request.data == getattr(cost_grammar.made(kind, values, "tiny"), "data", b"")
+            if (request := cost_grammar.made(kind, values, TINY)) is not None:
+                assert request.data == getattr(cost_grammar.made(kind, values, TINY), "data", b"")
                 sizes.add(len(request.data))
             values = cost_grammar.mutated(kind, values, chance)
     assert max(sizes) <= cost_grammar.MOST_BYTES
@@ -100,11 +102,26 @@ def test_the_first_choices_of_the_grammar_are_answered(server_of_its_own: Server
     """Else a search might look at refusals alone: no form had ever got as far as its images."""
     address = (server_of_its_own.host, server_of_its_own.port)
     answered = set()
-    for kind, (target, _, choices) in cost_grammar._KINDS.items():
-        request = cost_grammar.made(kind, {name: values[0] for name, values in choices.items()}, "tiny")
-        if request is not None and target == "http" and ask(address, request.data) == "200":
-            answered.add(kind)
-    assert answered == {"json", "base64", "form", "head", "image", "tiff", "chunks", "pieces"}
+    with grpc.insecure_channel(grpc_address(server_of_its_own)) as channel:
+        for kind, (target, _, choices) in cost_grammar._KINDS.items():
+            request = cost_grammar.made(kind, {name: values[0] for name, values in choices.items()}, TINY)
+            if request is not None and target != "http":
+                channel.unary_unary(target)(request.data, timeout=10)  # raises RpcError
+                answered.add(kind)
+            elif request is not None and ask(address, request.data) == "200":
+                answered.add(kind)
+    assert answered == {"json", "base64", "form", "head", "image", "tiff", "chunks", "pieces", "call"}
+
+
+def test_the_grammar_fills_a_model_of_any_side_with_images() -> None:
+    """With images of 16 px alone, no JSON had more than 200,000 numbers that a server would read."""
+    large = cost_grammar.Model("large", 224)
+    for kind, name, given in (("json", "numbers", -50), ("call", "images", 50)):
+        values = {key: choices[0] for key, choices in cost_grammar._KINDS[kind][2].items()}
+        request = cost_grammar.made(kind, {**values, name: given, "gzip": True}, large)
+        assert request is not None
+        body = request.data.partition(b"\r\n\r\n")[2] or request.data
+        assert len(gzip.decompress(body)) > 50 * large.numbers
 
 
 @pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "hang"])
@@ -137,7 +154,7 @@ def test_random_bytes(server_of_its_own: ServerProcess) -> None:
 
 @pytest.fixture
 def server_of_its_own(tiny_bundle: Bundle) -> Iterator[ServerProcess]:
-    with running_server(tiny_bundle.path, *OPTIONS) as started:
+    with running_server(tiny_bundle.path, *OPTIONS, "--grpc-port", "0") as started:
         yield started
 
 

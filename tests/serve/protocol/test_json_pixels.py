@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,20 @@ def test_no_more_text_than_the_shape_can_need_is_read() -> None:
     message = r"^the data of input 'images' is not 2048 integers from 0 to 255, flat or nested as \[2048\]$"
     with pytest.raises(RequestError, match=message):
         pixels_of(flat + room + b" ", shape, "images")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_reading_takes_a_few_times_the_memory_of_the_text(nested: bool) -> None:
+    """It took 45 times: the brackets of a flat array of 33 million were joined, and the server stood for 8 s."""
+    shape = (4, 224, 224, 3)
+    values = np.full(shape, 7, np.uint8)
+    text = json.dumps((values if nested else values.ravel()).tolist(), separators=(",", ":")).encode()
+    tracemalloc.start()
+    try:
+        assert np.array_equal(pixels_of(text, shape, "images"), values)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(text) + 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def body(data: bytes, rest: str = '"datatype": "UINT8"') -> bytes:

@@ -16,8 +16,8 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 
 Infer = Callable[[UInt8Array], Float32Array]
-# Uint8 (N, S, S, 3); or one image for the thread that computes its batch to decode: gives (1, S, S, 3), or why not.
-Images = UInt8Array | list[Callable[[], UInt8Array | Exception]]
+# Uint8 (N, S, S, 3), or (1, S, S, 3) each; or one that the thread of its batch decodes: to (1, S, S, 3), or why not.
+Images = UInt8Array | tuple[UInt8Array, ...] | list[Callable[[], UInt8Array | Exception]]
 PRIORITY_LEVELS = 3
 DEFAULT_PRIORITY = 2
 PATIENCE = 1.0
@@ -56,14 +56,14 @@ class RequestPart:
         self.rows = len(self.images)
 
     def read(self) -> list[UInt8Array]:
-        """The pixels, as the one entry of a list, which is empty if they cannot be decoded."""
+        """The pixels, in one array or one of each image; none if they cannot be decoded."""
         if isinstance(self.images, list):
             pixels = self.images[0]()
             if isinstance(pixels, Exception):
                 self.unread = pixels
                 return []
             self.images = pixels
-        return [self.images]
+        return [*self.images] if isinstance(self.images, tuple) else [self.images]
 
     def settle(self, logits: Float32Array | None = None, error: Exception | None = None) -> None:
         """Set the logits or the error, and call `on_done`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
+from vitx.serve.callbacks import read_on_thread
 from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
@@ -49,9 +50,9 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
     async def model_infer(request: Any, context: Any) -> Any:
         model, record = models.get(request.model_name, request.model_version or None), CURRENT_RECORD.get()
         assert record is not None
-        asked = (request, model.contract, core.limits, core.memory)
-        large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
-        decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
+        decode = partial(decode_infer_request, request, model.contract, core.limits, core.memory)
+        many = max((len(tensor.contents.uint_contents) for tensor in request.inputs), default=0)
+        decoded = await _on_thread(many, decode) if many > _MANY_NUMBERS else decode()
         started, left = record.started, context.time_remaining()
         of_call = None if left is None else time.monotonic() + left - started
         given = [seconds for seconds in (of_call, decoded.timeout) if seconds is not None]
@@ -110,9 +111,9 @@ def _answered(name: str, answer: Answer) -> Call:
     return call
 
 
-async def _in_thread(*asked: Any) -> InferRequest:
-    """`decode_infer_request` beside the event loop. A call that is cancelled ends, and its bytes count, until then."""
-    decoding = asyncio.ensure_future(asyncio.to_thread(decode_infer_request, *asked))
+async def _on_thread(numbers: int, decode: Callable[[], InferRequest]) -> InferRequest:
+    """What `decode` returns, beside the event loop. A call that is cancelled ends, and its bytes count, until then."""
+    decoding = read_on_thread(numbers, decode)
     try:
         return await asyncio.shield(decoding)
     finally:

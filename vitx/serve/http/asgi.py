@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from vitx.serve.callbacks import awaited, settle, start_kept
+from vitx.serve.callbacks import awaited, read_on_thread, settle, start_kept
 from vitx.serve.errors import RequestError, too_large, unsupported
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
@@ -135,15 +135,13 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if encoding == "identity":
         return body
-    inflating = asyncio.ensure_future(inflated(body, encoding, limit, reserve))
-    scope[CONNECTION].hold(inflating)
+    scope[CONNECTION].hold(inflating := asyncio.ensure_future(inflated(body, encoding, limit, reserve)))
     return await inflating
 
 
-async def beside(hold: Hold, work: Callable[[], T]) -> T:
-    """What `work`, which reads a body, returns on a thread, while the event loop goes on."""
-    reading = asyncio.ensure_future(asyncio.to_thread(work))
-    hold(reading)
+async def beside(hold: Hold, size: int, work: Callable[[], T]) -> T:
+    """What `work`, which reads a body of this size, returns on a thread, while the event loop goes on."""
+    hold(reading := read_on_thread(size, work))
     return await asyncio.shield(reading)
 
 

@@ -89,7 +89,7 @@ class Classifier:
         CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
         options = ask(record.started)
         read = partial(many or (lambda one: (None, [one])), body)
-        names, images = await beside(hold, read) if many and len(body) > SMALL_BYTES else read()
+        names, images = await beside(hold, len(body), read) if many and len(body) > SMALL_BYTES else read()
         widths = options.model.contract.widths()
         texts = len(images) * (options.top_k + sum(widths[name] for name in options.outputs))
         check_most(texts, MOST_TEXTS, TEXTS)
@@ -163,11 +163,9 @@ class Classifier:
                 pixels[place] = RequestError(str(image), reason="bad_image")
             elif isinstance(image, Exception) and not isinstance(image, RequestError):
                 raise image
-        readable = [image for image in pixels if not isinstance(image, Exception)]
-        answers: Iterator[Float32Array] = iter(())
-        if readable:
-            rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
-            answers = iter(await submit(rows))
+        # Each by itself: to copy hundreds into one array here would hold up the event loop.
+        readable = tuple(image[None] for image in pixels if not isinstance(image, Exception))
+        answers: Iterator[Float32Array] = iter(await submit(readable) if readable else ())
         return [image if isinstance(image, Exception) else next(answers) for image in pixels]
 
 
