@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 # Of large bodies and of others. Reading JSON holds the interpreter: among more threads the event loop has fewer turns.
-_READERS = {large: ThreadPoolExecutor(1, f"read-{large}") for large in (False, True)}
+_READERS = [ThreadPoolExecutor(1, f"read-{which}") for which in ("small", "large")]
 
 
 def read_on_thread(size: int, read: Callable[[], T]) -> "asyncio.Future[T]":
