@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 
 _WINDOW_SECONDS, _WINDOW_BATCHES = 0.25, 8  # at least so long, and so many batches of each instance
 _LEAD = 3  # votes that decide: if 70 % of the windows are right, so are 93 % of the decisions (Wald 1945, SPRT)
-_GAIN = 1.03  # that makes a larger size worth it; a smaller one answers sooner, and must be no worse
+_GAIN, _LOSS = 1.03, 0.99  # of a larger size that is worth it, and of a smaller one: it answers sooner
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 512  # windows
 
 # Gives the rows of a full batch; takes the rows of one that ran, and when it was computed, in seconds.
@@ -22,7 +22,7 @@ def size_search(sizes: Sequence[int], best: int, instances: int) -> Ended:
         while place in range(len(sizes)) and abs(lead) < _LEAD:
             if usual := (yield from _rate(best, instances)):
                 tried = yield from _rate(sizes[place], instances)
-                lead += 1 if tried >= usual * (_GAIN if step > 0 else 1.0) else -1
+                lead += 1 if tried >= usual * (_GAIN if step > 0 else _LOSS) else -1
         if lead == _LEAD:
             best, pause = sizes[place], _SHORTEST_PAUSE
         else:
