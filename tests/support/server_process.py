@@ -142,7 +142,7 @@ def running_server(
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
-        process.communicate()
+        process.communicate(timeout=60)  # a worker that its parent has left behind may hold the pipes
 
 
 def wait_until(condition: Any, seconds: float = 20) -> None:

@@ -25,6 +25,7 @@ from server_process import (
 )
 from vitx.core.bundle import Bundle
 from vitx.serve.observe.metrics import merged
+from vitx.serve.process.supervisor import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="POSIX processes, and /proc")
 
@@ -153,6 +154,8 @@ def test_a_worker_that_hangs_while_it_starts_does_not_hold_up_the_end(tiny_bundl
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: len(workers_of(server)) == 3)
         (new,) = set(workers_of(server)) - before
+        # Not between its fork and its exec, for which the parent waits without an end.
+        wait_until(lambda: ENVIRONMENT in Path(f"/proc/{new}/environ").read_text())
         os.kill(new, signal.SIGSTOP)
         assert server.stop() == 0
 
