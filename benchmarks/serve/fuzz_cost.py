@@ -293,7 +293,7 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
 
 
 def _report(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    # What docs/serving.md says: a body, as sent and as it becomes, and an image in its decoder, which takes more than the
+    # What docs/serving.md says: a body, as sent and as it becomes, and an image in its decoder, which takes more than
     # three further copies of JSON.
     bound = round((MOST_BYTES + 12 * PIXELS) / 2**20 + 2 * BODY_MIB)
     costs = [line for line in lines if "run" not in line]
