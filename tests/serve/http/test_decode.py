@@ -185,6 +185,23 @@ def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> Non
     run(test, threads=1, capacity=3)
 
 
+def test_images_count_until_the_last_of_their_request_is_decoded() -> None:
+    """Thirty forms of 255 small images and a slow one held 3.4 GiB of pixels at 512 px: only what was left counted."""
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        thin = io.BytesIO()
+        Image.new("L", (9_001, 1)).save(thin, "PNG")
+        first = asyncio.ensure_future(decoder.decode([thin.getvalue(), grey(10)], held))
+        await held.seen(1)  # with one thread the other one is done
+        with pytest.raises(QueueFull):
+            await decoder.decode([grey(11)] * 2, held)
+        held.go.set()
+        assert isinstance((await first)[0], ImageError)
+        assert len(await decoder.decode([grey(12)] * 3, held)) == 3
+
+    run(test, threads=1, capacity=3)
+
+
 def test_of_many_clients_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of a thousand clients sends one image; the one that sent most is remembered longest."""
     monkeypatch.setattr("vitx.serve.http.decode._CLIENTS", 8)

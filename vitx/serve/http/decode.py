@@ -53,7 +53,7 @@ class _Job:
 
 
 class Decoder:
-    """A decode pool that all models share. Up to `capacity` images may be in it; more are refused with QueueFull."""
+    """A decode pool that all models share. Its requests may have `capacity` images; more are refused with QueueFull."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class Decoder:
         except TimeoutError:
             raise DeadlineMissed(time.monotonic() - now, None, 1) from None
         finally:  # what is not being decoded never is
+            self._waiting -= len(jobs)
             for job in jobs:
                 self._end(job, None)
 
@@ -136,7 +137,6 @@ class Decoder:
         """Give a job its result, unless it is done."""
         if not job.done:
             job.done, job.data = True, b""
-            self._waiting -= 1
             if not job.pixels.done():
                 job.pixels.set_result(result)
 
