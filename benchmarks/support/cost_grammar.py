@@ -37,7 +37,8 @@ def _mostly(usual: Choices, others: Choices) -> Choices:
 
 # Numbers of things, from none to as many as fit.
 _FEW: Choices = (0, 0, 1, 2, 5, 20, 100)
-_MANY: Choices = _mostly((0,), (1, 2, 5, 20, 100, 500, 2_000, 10_000, 50_000, 200_000, 490_000))
+_SOME: Choices = (1, 2, 5, 20, 100, 500, 2_000, 10_000, 50_000, 200_000, 490_000)
+_MANY: Choices = _mostly((0,), _SOME)
 _TOP_K: Choices = (0, 0, 10, 100, 1_000, 21_841)  # classes, of which a model may have fewer
 _MIB: Choices = (0, 0, 1, 8, 30, 63)
 
@@ -307,7 +308,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, Model], bytes], dict[str, Choices
         "http",
         _infer,
         {
-            "numbers": _mostly((-1, -50, -200, -_MOST_IMAGES), _MANY[-11:]),  # below none: so many images
+            "numbers": _mostly((-1, -50, -200, -_MOST_IMAGES), _SOME),  # below none: so many images
             "item": _mostly(
                 ("7", "255", " 7"), ("[]", "[[]]", "{}", '""', "1e5", "7.5", "9" * 300, "null", '{"a":[1]}')
             ),

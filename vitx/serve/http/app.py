@@ -6,7 +6,7 @@ count it, time it, and turn an exception into a reply.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -139,10 +139,10 @@ class App:
         """Answer an infer request; see `StartRequest`."""
         length, decode = asked[2], partial(self._decode, asked, body, record)
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
-            return asgi.start_task(self._beside(len(body), decode, record, hold), on_reply).cancel
-        model, request, deadline = decode()
+            return asgi.start_task(self._in_task(lambda: asgi.beside(hold, len(body), decode), record), on_reply).cancel
+        done = model, request, deadline = decode()
         if request.texts > MANY_TEXTS:
-            return asgi.start_task(self._beside(0, lambda: (model, request, deadline), record, hold), on_reply).cancel
+            return asgi.start_task(self._in_task(lambda: asyncio.sleep(0, done), record), on_reply).cancel
 
         def on_rows(rows: Float32Array | Exception) -> None:
             try:
@@ -153,10 +153,10 @@ class App:
 
         return model.start(request, deadline, record, on_rows)
 
-    async def _beside(self, size: int, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
-        """The reply to a request that is read on a thread, and the reply made on one if it has much text."""
+    async def _in_task(self, decode: Callable[[], Awaitable[Decoded]], record: RequestRecord) -> Reply:
+        """The reply to a request, which is made on a thread if it has much text."""
         CURRENT_RECORD.set(record)  # of this task alone
-        model, request, deadline = await asgi.beside(hold, size, decode)
+        model, request, deadline = await decode()
         reply = partial(self._rows_reply, await model.infer(request, deadline), request, model)
         return await asyncio.to_thread(reply) if request.texts > MANY_TEXTS else reply()
 
