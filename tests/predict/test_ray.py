@@ -29,7 +29,7 @@ from vitx.core.files import sha256_file
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.ledger import Claim, Shard
 from vitx.predict.options import PredictOptions
-from vitx.predict.pipeline.worker import Job
+from vitx.predict.pipeline.worker import BATCHES_AHEAD, Job
 from vitx.predict.ray import ATTEMPTS, CLAIM, RESULT, PredictionActor, RayPool
 from vitx.runtimes import load_session
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 BAD = 7  # every so many images is unreadable
 IMAGES, SHARD = 840, 10
 BEGUN = 3  # shards
-UNSEEN = 8  # shards that one actor has at most, two for each of its concurrent calls
+UNSEEN = 2 * (1 + BATCHES_AHEAD)  # shards that an actor has at most: two a call, and a shard is no less than a batch
 IMAGE = png(colour_image(0, np.random.default_rng(1)))
 ACTOR = b"ray::MapWorker(Map(PredictionActor))"
 
@@ -96,9 +96,13 @@ def counts(out: Path) -> dict[str, Any]:
     return {name: summary[name] for name in ("images", "errors", "shards", "classes", "input", "bundle_sha256")}
 
 
+def shards(out: Path) -> int:
+    return len(list((out / PREDICTIONS).glob("part-*")))
+
+
 def wait_for_shards(out: Path, count: int) -> None:
     """As long as a cluster takes to start where other tests have the cores."""
-    wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count, 120)
+    wait_until(lambda: shards(out) >= count, 120)
 
 
 @contextmanager
@@ -129,12 +133,12 @@ def test_rows_are_those_without_ray(
         for other in others:  # stopped, or they may finish all before the first one or its replacement begins
             os.kill(other, signal.SIGSTOP)
         # More than an actor may have finished unseen before: one is the first one's, and later its replacement's.
-        wait_for_shards(out, UNSEEN + 1 + len(list((out / PREDICTIONS).glob("part-*"))))
+        wait_for_shards(out, shards(out) + UNSEEN + 1)
         os.kill(first, signal.SIGKILL)
         killed.append(first)
         try:
             wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)), 60)
-            wait_for_shards(out, UNSEEN + 1 + len(list((out / PREDICTIONS).glob("part-*"))))
+            wait_for_shards(out, shards(out) + UNSEEN + 1)
         finally:
             for other in others:
                 os.kill(other, signal.SIGCONT)
