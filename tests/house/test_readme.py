@@ -25,6 +25,7 @@ import pytest
 from PIL import Image
 
 from cli_fixture import run_in_process
+from server_process import HANG
 from training_jobs import TINY_SETTINGS, VitxProcess, context
 from vitx.data.open import open_images
 
@@ -91,7 +92,7 @@ def serving(command: str, folder: Path, port: int) -> Iterator[None]:
             yield
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(HANG) == 0
 
 
 def write_images(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from bundle_fixture import write_bundle, write_image_folder
 from cli_fixture import Vitx
+from server_process import HANG
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.run import RunFolder
 
@@ -123,7 +124,7 @@ def test_the_report_opens_in_a_browser(colours_folder: Path, tmp_path: Path, vit
         [*arguments, "--dump-dom", f"file://{tmp_path / 'report.html'}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

@@ -20,7 +20,7 @@ import pytest
 from bundle_fixture import LABELS, PREPROCESSING, colour_image, png, tar_of
 from cli_fixture import Vitx
 from ray_fixtures import processes
-from server_process import wait_until
+from server_process import HANG, wait_until
 from support.process_tree import family
 from vitx.cli.options import _with_ray_address
 from vitx.core.bundle import MANIFEST, Bundle
@@ -102,7 +102,7 @@ def shards(out: Path) -> int:
 
 def wait_for_shards(out: Path, count: int) -> None:
     """As long as a cluster takes to start where other tests have the cores."""
-    wait_until(lambda: shards(out) >= count, 120)
+    wait_until(lambda: shards(out) >= count)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def test_rows_are_those_without_ray(
     killed: list[int] = []
 
     def kill_one() -> None:
-        wait_until(lambda: len(processes(ACTOR)) == 2, 60)
+        wait_until(lambda: len(processes(ACTOR)) == 2)
         first, *others = processes(ACTOR)
         for other in others:  # stopped, or they may finish all before the first one or its replacement begins
             os.kill(other, signal.SIGSTOP)
@@ -137,7 +137,7 @@ def test_rows_are_those_without_ray(
         os.kill(first, signal.SIGKILL)
         killed.append(first)
         try:
-            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)), 60)
+            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)))
             wait_for_shards(out, shards(out) + UNSEEN + 1)
         finally:
             for other in others:
@@ -171,7 +171,7 @@ def test_run_that_was_killed_is_finished_locally(
     # At once: its actors may live for a moment, but only the driver could have given their files a name.
     assert finish_locally(certified_original, paths, out).images_here == IMAGES - done * SHARD
     assert {name: data for name, data in parts(out).items() if name[0] != "."} == parts(local)
-    wait_until(lambda: not processes(ACTOR), 60)  # they end with their driver
+    wait_until(lambda: not processes(ACTOR))  # they end with their driver
 
 
 def test_interrupted_run_ends_its_cluster_and_goes_on(
@@ -184,11 +184,11 @@ def test_interrupted_run_ends_its_cluster_and_goes_on(
         assert processes(b"/raylet/raylet", driver.pid)
         cluster = [pid for pid in family(driver.pid) if pid != driver.pid]
         os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-        _, errors = driver.communicate(timeout=120)
+        _, errors = driver.communicate(timeout=HANG)
     assert driver.returncode == 130, errors
     assert "Traceback" not in errors
     assert not list((out / PREDICTIONS).glob(".part-*"))
-    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in cluster), 20)
+    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in cluster))
     finish_locally(certified_original, paths, out)
     assert parts(out) == parts(local)
 

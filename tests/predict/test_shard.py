@@ -20,7 +20,7 @@ import pytest
 
 from bundle_fixture import NumpySession, colour_image, listed, png
 from cli_fixture import Vitx
-from server_process import wait_until
+from server_process import HANG, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
@@ -270,7 +270,7 @@ def test_a_preempted_job_leaves_nothing_half_done(tiny_bundle: Bundle, photos: P
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_until(lambda: any((out / PREDICTIONS).glob(".part-*")) or process.poll() is not None)
     os.kill(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGINT or b"KeyboardInterrupt" in err
     assert not list((out / PREDICTIONS).glob(".part-*"))
     for shard in ("1/2", "2/2"):

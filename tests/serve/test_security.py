@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 
 from bundle_fixture import write_bundle
-from server_process import INFER_BODY, INFER_PATH, ServerProcess, grpc_address, run_serve, running_server, wait_until
+from server_process import (
+    HANG,
+    INFER_BODY,
+    INFER_PATH,
+    ServerProcess,
+    grpc_address,
+    run_serve,
+    running_server,
+    wait_until,
+)
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
@@ -128,7 +137,7 @@ def test_a_stream_without_the_token_ends_before_its_first_message(
     metadata = () if authorization is None else (("authorization", authorization),)
     with grpc.insecure_channel(grpc_address(guarded)) as channel:
         never, call = Event(), channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
-        replies = call(iter(never.wait, False), metadata=metadata, timeout=20)
+        replies = call(iter(never.wait, False), metadata=metadata, timeout=HANG)
         with pytest.raises(grpc.RpcError) as ended:
             next(replies)
         never.set()
@@ -218,7 +227,7 @@ class TlsServer(ServerProcess):
         context = ssl.create_default_context(cafile=str(self.certificate))
         if self.client is not None:
             context.load_cert_chain(*self.client)
-        return http.client.HTTPSConnection(self.host, self.port, timeout=20, context=context)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=HANG, context=context)
 
 
 def tls_server(*arguments: Any, **members: Any) -> Any:

@@ -10,6 +10,9 @@ import pytest
 
 from support.process_tree import family
 
+# By default Ray starts its workers with niceness 15: beside other tests on two cores one takes a minute to import Ray.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # it is written so
+
 # Of a node: little memory, and none of the processes that show a dashboard, scale the cluster or forward logs.
 NODE: dict[str, Any] = {
     "num_cpus": 1,

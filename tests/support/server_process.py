@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+HANG = 120.0  # seconds after which a wait has failed: what is slow for want of a core has not
 COMMAND = (sys.executable, "-c", "from vitx.cli import main; main()", "serve")
 
 # A request with one grey image for a bundle of bundle_fixture that is named tiny.
@@ -63,7 +64,7 @@ class ServerProcess:
 
     def connect(self) -> http.client.HTTPConnection:
         """A connection that is closed with the server, if not before."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=HANG)
         self._connections.append(connection)
         return connection
 
@@ -95,7 +96,7 @@ class ServerProcess:
         return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in wanted))
 
     def stop(self) -> int:
-        """End the server with one SIGTERM; return its exit code."""
+        """End the server with one SIGTERM; return its exit code. A drain is cut off after 30 s, so it gets less."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(20)
@@ -142,10 +143,10 @@ def running_server(
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
-        process.communicate(timeout=60)  # a worker that its parent has left behind may hold the pipes
+        process.communicate(timeout=HANG)  # a worker that its parent has left behind may hold the pipes
 
 
-def wait_until(condition: Any, seconds: float = 20) -> None:
+def wait_until(condition: Any, seconds: float = HANG) -> None:
     """Poll `condition()` until it is true; fail after `seconds`.
 
     Every 10 ms, or more seldom when looking takes long: those who are waited for need the processor.
@@ -161,7 +162,7 @@ def wait_until(condition: Any, seconds: float = 20) -> None:
 
 def run_serve(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     """Run `vitx serve` to its end, for cases in which it must refuse to start."""
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=HANG, check=False)
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], in
         finally:
             stop.set()
             for job in jobs:
-                job.result(20)
+                job.result(HANG)
     assert failures == []
 
 
@@ -255,6 +256,6 @@ def end_under_load(
         signalled.set()
         server.process.send_signal(number)
         for job in jobs:
-            job.result(20)
+            job.result(HANG)
     assert server.process.wait(20) == 0
     assert lost == []

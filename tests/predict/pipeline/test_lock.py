@@ -23,7 +23,7 @@ import pytest
 
 from bundle_fixture import colour_image, png
 from cli_fixture import Vitx
-from server_process import wait_until
+from server_process import HANG, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS
@@ -147,7 +147,7 @@ def test_a_second_process_is_refused_also_while_the_first_is_stopped(
     os.kill(holder.pid, signal.SIGCONT)
     assert content(out) == before
     send(holder, COUNT)
-    assert holder.wait(60) == 0
+    assert holder.wait(HANG) == 0
     assert rows(out) == NAMES
 
 
@@ -179,13 +179,13 @@ def test_of_two_that_start_at_the_same_moment_one_works(
         assert process.stdout.readline() == b"ready\n"
     for process in both:
         send(process, 1)
-    wait_until(lambda: any(process.poll() is not None for process in both), 60)
+    wait_until(lambda: any(process.poll() is not None for process in both))
     (winner,) = (process for process in both if process.poll() is None)
     (loser,) = (process for process in both if process.poll() is not None)
     assert loser.stderr is not None
     assert re.search(re.escape(REFUSED.format(out)), loser.stderr.read().decode())
     send(winner, COUNT)
-    assert winner.wait(60) == 0
+    assert winner.wait(HANG) == 0
     assert rows(out) == NAMES
 
 

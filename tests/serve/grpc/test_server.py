@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import IMAGE_SIZE, NumpySession
 from server_process import (
+    HANG,
     INFER_BODY,
     INFER_PATH,
     SLOW_MODEL,
@@ -160,15 +161,15 @@ def test_a_call_that_is_cancelled_frees_its_place(tmp_path: Path, tiny_bundle: B
 
 def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> None:
     with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(outcome, client, client_timeout=20) for _ in range(3)]
+        calls = [pool.submit(outcome, client, client_timeout=HANG) for _ in range(3)]
         wait_until(lambda: waiting(server) == 3)
         late = [pool.submit(outcome, client, client_timeout=0.1) for _ in range(4)]
-        assert {call.result(20) for call in late} <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
-        assert {call.result(20) for call in calls} == {"OK"}
+        assert {call.result(HANG) for call in late} <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+        assert {call.result(HANG) for call in calls} == {"OK"}
         wait_until(lambda: waiting(server) == 0)
         assert server.metric("vitx_images_total") == 3
         assert outcome(client, timeout=1) == "DEADLINE_EXCEEDED"  # a microsecond: it passes while the request is read
-        assert outcome(client, client_timeout=20) == "OK"
+        assert outcome(client, client_timeout=HANG) == "OK"
 
 
 def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
@@ -184,7 +185,7 @@ def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
             wait_until(lambda: server.metric(MISSED) == 3)
             assert server.metric('vitx_requests_total{route="grpc.ModelInfer",status="503"}') == 3
             gate.unlink()
-            assert held.result(20) == "OK"
+            assert held.result(HANG) == "OK"
         assert server.metric("vitx_images_total") == 1
         assert server.metric(DISCONNECTED) == 0
 
@@ -220,7 +221,7 @@ def test_a_call_ends_when_its_message_does_not_arrive(tiny_bundle: Bundle) -> No
     slow, gate = 'vitx_rejections_total{reason="slow_client"}', threading.Event()
 
     def never() -> Iterator[bytes]:
-        gate.wait(20)
+        gate.wait(HANG)
         yield from ()
 
     with slow_server(tiny_bundle, "--message-timeout", "0.5") as (server, client):
@@ -228,11 +229,11 @@ def test_a_call_ends_when_its_message_does_not_arrive(tiny_bundle: Bundle) -> No
         for name in ("inference.GRPCInferenceService/ModelInfer", "grpc.health.v1.Health/Check"):
             silent = channel.stream_unary(f"/{name}").future(never())
             with pytest.raises(grpc.RpcError, match="the call's message took too long") as error:
-                silent.result(10)
+                silent.result(HANG)
             assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         empty = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(iter([]))
         with pytest.raises(grpc.RpcError, match="the call has no message") as error:
-            empty.result(10)
+            empty.result(HANG)
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert server.metric(slow) == 2
         host, _, port = grpc_address(server).rpartition(":")
@@ -258,8 +259,8 @@ def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path, tiny
         wait_until(lambda: waiting(server) == 4)
         server.process.send_signal(signal.SIGTERM)
         gate.unlink()
-        assert {call.result(20) for call in calls} == {"OK"}
-        assert answers.get(timeout=20).as_numpy("logits") == pytest.approx(NumpySession().infer(image(9)), rel=1e-4)
+        assert {call.result(HANG) for call in calls} == {"OK"}
+        assert answers.get(timeout=HANG).as_numpy("logits") == pytest.approx(NumpySession().infer(image(9)), rel=1e-4)
         assert server.process.wait(20) == 0
         assert outcome(client) == "UNAVAILABLE"
         idle.close()
@@ -294,7 +295,7 @@ def test_readiness_follows_the_drain(tmp_path: Path, tiny_bundle: Bundle) -> Non
         with grpc.insecure_channel(grpc_address(server)) as channel:
             assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x02"  # NOT_SERVING
         gate.unlink()
-        assert {call.result(20) for call in calls} == {"OK"}
+        assert {call.result(HANG) for call in calls} == {"OK"}
         assert server.process.wait(20) == 0
 
 
@@ -348,7 +349,7 @@ def test_a_message_counts_before_it_is_parsed_and_until_it_is_answered(tmp_path:
         wait_until(lambda: server.metric('vitx_rejections_total{reason="memory"}') == 3)
         gate.unlink()
         streaming.stop_stream()
-        found = [answers.get(timeout=20) for _ in range(answers.qsize())]
+        found = [answers.get(timeout=HANG) for _ in range(answers.qsize())]
         assert found[-2] == "None"
         assert "requests in flight have" in found[-1]
 
@@ -415,7 +416,7 @@ def test_a_message_counts_while_a_thread_reads_it_after_its_call_was_cancelled(
 
 def failure_of(infer: Any, message: bytes) -> grpc.StatusCode | None:
     try:
-        infer(message, timeout=20)
+        infer(message, timeout=HANG)
     except grpc.RpcError as error:
         return error.code()
     return None

@@ -18,7 +18,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, write_bundle
-from server_process import ServerProcess, grpc_address, running_server, wait_until
+from server_process import HANG, ServerProcess, grpc_address, running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
@@ -158,7 +158,7 @@ def test_a_stream_answers_in_order_and_a_bad_request_fails_alone(client: Any) ->
         asked = tensor(rows[:, :8] if at == 100 else rows)
         client.async_stream_infer("tiny", [asked], request_id=str(at), enable_empty_final_response=at % 2 == 0)
     for at in range(len(images)):
-        result, error = answers.get(timeout=20)
+        result, error = answers.get(timeout=HANG)
         if at == 100:
             assert "unexpected shape [1, 8, 16, 3] of input 'images'" in str(error)
         else:
@@ -269,7 +269,7 @@ def test_compressed_messages_are_read(client: Any, algorithm: str) -> None:
     for rows in (1, 2):
         client.async_stream_infer("tiny", [tensor(images[:rows])])
     for rows in (1, 2):
-        assert answers.get(timeout=10).as_numpy("logits") == expected(images[:rows])
+        assert answers.get(timeout=HANG).as_numpy("logits") == expected(images[:rows])
     client.stop_stream()
 
 

@@ -13,7 +13,7 @@ import support.cost_grammar as cost_grammar
 import support.fuzz_grpc as fuzz_grpc
 import support.fuzz_openapi as fuzz_openapi
 from fuzz import MANAGEMENT_TOKEN, OPTIONS, Outcome, fuzz_over_grpc, fuzz_over_http, held_by
-from server_process import INFER_BODY, INFER_PATH, ServerProcess, grpc_address, running_server, wait_until
+from server_process import HANG, INFER_BODY, INFER_PATH, ServerProcess, grpc_address, running_server, wait_until
 from support.fuzz_http import MAKERS, MAY_PASS, ask, is_refused, make_request
 from vitx.core.bundle import Bundle
 
@@ -106,7 +106,7 @@ def test_the_first_choices_of_the_grammar_are_answered(server_of_its_own: Server
         for kind, (target, _, choices) in cost_grammar._KINDS.items():
             request = cost_grammar.made(kind, {name: values[0] for name, values in choices.items()}, TINY)
             if request is not None and target != "http":
-                channel.unary_unary(target)(request.data, timeout=10)  # raises RpcError
+                channel.unary_unary(target)(request.data, timeout=HANG)  # raises RpcError
                 answered.add(kind)
             elif request is not None and ask(address, request.data) == "200":
                 answered.add(kind)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bundle_fixture import write_bundle
-from server_process import INFER_BODY, INFER_PATH, ServerProcess, running_server
+from server_process import HANG, INFER_BODY, INFER_PATH, ServerProcess, running_server
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
 from vitx.serve.models.served_model import _without_folders
@@ -60,10 +60,10 @@ def test_one_host_header_is_expected(server: ServerProcess) -> None:
 
 def test_a_health_check_of_http_1_0_needs_no_host(server: ServerProcess) -> None:
     """HAProxy's `option httpchk GET /v2/health/ready` sends none, and took the server for down."""
-    with socket.create_connection((server.host, server.port), timeout=20) as probe:
+    with socket.create_connection((server.host, server.port), timeout=HANG) as probe:
         probe.sendall(b"GET /v2/health/ready HTTP/1.0\r\n\r\n")
         assert probe.recv(100).startswith(b"HTTP/1.1 200 ")
-    with socket.create_connection((server.host, server.port), timeout=20) as page:
+    with socket.create_connection((server.host, server.port), timeout=HANG) as page:
         page.sendall(b"GET /v2 HTTP/1.0\r\nOrigin: https://attacker.example\r\n\r\n")
         assert page.recv(100).startswith(b"HTTP/1.1 403 ")
 

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from server_process import INFER_BODY, INFER_PATH, SLOW_MODEL, ServerProcess, running_server, wait_until
+from server_process import HANG, INFER_BODY, INFER_PATH, SLOW_MODEL, ServerProcess, running_server, wait_until
 from vitx.core.bundle import Bundle
 
 PAIRS = pytest.mark.parametrize("known", [False, True], ids=["new head", "known head"])
@@ -37,7 +37,7 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
 
 @contextmanager
 def connection_to(server: ServerProcess, known: bool, path: str = INFER_PATH) -> Iterator[socket.socket]:
-    with closing(socket.create_connection((server.host, server.port), timeout=20)) as connection:
+    with closing(socket.create_connection((server.host, server.port), timeout=HANG)) as connection:
         if known:
             connection.sendall(raw(INFER_BODY, path))
             assert answer(connection)[0] == 200
@@ -105,7 +105,7 @@ def test_who_hangs_up_with_requests_behind_the_first_is_noticed(
             with connection_to(server, known, path):
                 pass
         ran = server.metric("vitx_images_total")
-        sockets = [socket.create_connection((server.host, server.port), timeout=20) for _ in range(8)]
+        sockets = [socket.create_connection((server.host, server.port), timeout=HANG) for _ in range(8)]
         for place, each in enumerate(sockets):
             each.sendall(raw(FOUR, path if known else f"{path}{place}") + (b"" if place < 3 else behind))
             time.sleep(0.005)

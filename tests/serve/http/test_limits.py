@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bundle_fixture import write_bundle
-from server_process import INFER_BODY, ServerProcess, running_server, wait_until
+from server_process import HANG, INFER_BODY, ServerProcess, running_server, wait_until
 from vitx.serve.options import ServeOptions
 
 INFER = "/v2/models/tiny/infer"
@@ -48,7 +48,7 @@ def post(server: ServerProcess, body: bytes, path: str = INFER, **headers: str) 
 
 
 def raw(server: ServerProcess) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=10)
+    return socket.create_connection((server.host, server.port), timeout=HANG)
 
 
 def read_all(connection: socket.socket) -> tuple[int, str]:
@@ -231,14 +231,14 @@ def test_bodies_are_bounded_in_sum(tmp_path: Path) -> None:
                 for held in (first, second):
                     held.sendall(head % 2**20 + b"{")
                 time.sleep(0.2)  # one who asks before they are read takes bytes of theirs
-                wait_until(refused, 5)
+                wait_until(refused)
                 assert server.request("POST", INFER, INFER_BODY)[0] == 200  # what is small is not counted
-            wait_until(lambda: not refused(), 5)  # they hung up
+            wait_until(lambda: not refused())  # they hung up
         with closing(raw(server)) as first, closing(raw(server)) as second:
             for held in (first, second):
                 held.sendall(chunks + 16 * chunk)
             time.sleep(0.5)
-            wait_until(refused, 5)
+            wait_until(refused)
         assert server.metric('vitx_rejections_total{reason="memory"}') >= 3
 
 

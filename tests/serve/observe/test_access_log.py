@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bundle_fixture import colour_image, png, write_bundle
-from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server, wait_until
+from server_process import HANG, INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server, wait_until
 from vitx.serve.observe import access_log
 from vitx.serve.observe.access_log import AccessLog, request_id
 from vitx.serve.observe.request_record import RequestRecord
@@ -144,7 +144,7 @@ write("1")
 wait_until(lambda: os.path.getsize(path))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * os.path.getsize(path) + int(cut), resource.RLIM_INFINITY))
 write("2", "3", "4")
-wait_until(lambda: log._failed, 5)
+wait_until(lambda: log._failed)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 for new in moved:
     os.rename(path, new)
@@ -165,7 +165,7 @@ def test_a_disk_that_takes_a_part_of_the_lines_breaks_one_at_most(tmp_path: Path
     command = [sys.executable, "-c", NEARLY_FULL, target, path, str(cut), *moved]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
     with path.open("wb") as file:
-        ran = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+        ran = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment, timeout=HANG)
     assert ran.stderr == f"vitx: cannot write the access log '{target}': File too large; 2 lines are lost\n"
     lines = [line for each in [*moved, path] for line in each.read_bytes().splitlines()]
     ids = [json.loads(line)["id"] if line.endswith(b"}") else "broken" for line in lines]

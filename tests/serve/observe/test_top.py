@@ -21,7 +21,7 @@ import pytest
 
 from bundle_fixture import write_bundle
 from cli_fixture import Vitx
-from server_process import INFER_BODY, INFER_PATH, ServerProcess, load_on, running_server
+from server_process import HANG, INFER_BODY, INFER_PATH, ServerProcess, load_on, running_server
 from vitx.core.bundle import Bundle
 from vitx.serve.observe.top import Reading, ServerClient, quantile, snapshot
 
@@ -250,7 +250,7 @@ def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: Serve
             if not data:
                 break
             seen += data
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=HANG)
     finally:
         process.kill()
         process.wait()

@@ -27,6 +27,7 @@ from bundle_fixture import IMAGE_SIZE, LABELS, colour_image, write_bundle
 from cli_fixture import Vitx
 from ray_fixtures import command_line, processes
 from server_process import (
+    HANG,
     INFER_BODY,
     ServerProcess,
     end_under_load,
@@ -186,7 +187,7 @@ def serve_client() -> Any:
 
 
 def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     try:
         connection.request(method, path, body)
         return connection.getresponse().status
@@ -237,7 +238,7 @@ def test_an_unreachable_cluster_is_an_error_at_once(vitx: Vitx, tiny_bundle: Bun
 
 def test_without_ray_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
     command = [sys.executable, "-c", NO_RAY, "serve", str(tiny_bundle.path), "--ray"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ended.returncode == 3
     assert ended.stderr.endswith("which is not installed: pip install 'vitx[ray]'\n")
 

@@ -20,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import IMAGE_SIZE, write_bundle
 from server_process import (
+    HANG,
     INFER_BODY,
     ServerProcess,
     end_under_load,
@@ -51,6 +52,7 @@ def two_workers(folder: Path) -> Iterator[ServerProcess]:
     managed = ("--management", "--management-token-file", folder / "token")
     workers = ("--workers", "2", "--threads", "1", "--grpc-port", "0", "--allow-uncertified")
     with running_server("--repository", folder / "models", *workers, *managed) as started:
+        grpc_address(started)  # its line is read before the threads of a load ask for it
         yield started
 
 
@@ -131,7 +133,7 @@ def test_hangup_loads_in_place_and_loses_no_call(shared: ServerProcess) -> None:
         wait_until(lambda: outcomes["OK"] > at + 50)
         stop.append(True)
         for job in jobs:
-            job.result(20)
+            job.result(HANG)
     assert outcomes.keys() == {"OK"}
     assert set(workers_of(shared)) == before
 
@@ -208,7 +210,7 @@ def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None
 
             await worker.start({"who": answer})
         try:
-            return await asking.ask("who", seconds=20)
+            return await asking.ask("who", seconds=HANG)
         finally:
             for worker in workers:
                 worker.close()

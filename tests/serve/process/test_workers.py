@@ -15,6 +15,7 @@ import pytest
 from bundle_fixture import write_bundle
 from server_process import (
     COMMAND,
+    HANG,
     ServerProcess,
     end_under_load,
     http_client,
@@ -73,7 +74,7 @@ def test_a_killed_worker_loses_only_what_it_held_and_is_replaced(tiny_bundle: Bu
             wait_until(lambda: len(workers_of(server)) == 2 and reporting(server) == 2)
             stop.set()
             for job in jobs:
-                job.result(20)
+                job.result(HANG)
         assert outcomes.keys() <= {"200", "closed"}
         assert outcomes["closed"] <= 8  # at most one request a connection
         assert before[0] not in workers_of(server)
@@ -87,7 +88,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(tiny_bundle: Bundle) -> None
         before = workers_of(server)
         os.kill(before[0], signal.SIGSTOP)
         try:
-            wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server), 40)
+            wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server))
         finally:
             with suppress(ProcessLookupError):
                 os.kill(before[0], signal.SIGCONT)  # or the end of the server would wait for it
@@ -114,7 +115,7 @@ def test_a_hangup_while_workers_are_replaced_replaces_the_new_ones_too(tiny_bund
             wait_until(lambda: bool(set(workers_of(server)) - known))
             known.update(workers_of(server))
         server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: len(workers_of(server)) == 2 and not known & set(workers_of(server)), 40)
+        wait_until(lambda: len(workers_of(server)) == 2 and not known & set(workers_of(server)))
         assert reporting(server) == 2
         assert server.stop() == 0
 
@@ -125,7 +126,7 @@ def test_a_worker_that_dies_while_it_is_replaced_is_replaced_once(tiny_bundle: B
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: len(workers_of(server)) == 3)
         os.kill(min(before), signal.SIGKILL)
-        wait_until(lambda: len(workers_of(server)) == 2 and not before & set(workers_of(server)), 40)
+        wait_until(lambda: len(workers_of(server)) == 2 and not before & set(workers_of(server)))
         assert reporting(server) == 2
         assert server.stop() == 0
 
@@ -166,7 +167,7 @@ def test_a_worker_that_is_killed_before_all_are_warm_is_named(tiny_bundle: Bundl
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(lambda: bool(children.read_text()))
         os.kill(int(children.read_text()), signal.SIGKILL)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=HANG)
     told = "vitx: worker 0 was ended by SIGKILL before every worker was warm\n"
     assert (process.returncode, out, err) == (1, "", told)
 

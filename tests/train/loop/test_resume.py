@@ -16,6 +16,7 @@ import torch
 
 from cli_fixture import Vitx
 from epoch_row import epoch_row
+from server_process import HANG
 from training_jobs import (
     TINY,
     TINY_SETTINGS,
@@ -97,7 +98,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(
     final = context().Process(target=train_in_a_group, args=(recipe, run, True))
     final.start()
     for process in (alone, final):
-        process.join(60)
+        process.join(HANG)
         assert process.exitcode == 0
     for name in TENSOR_FILES:
         expected, found = (tmp_path / each / "checkpoints" / "last" / name for each in ("alone", "killed"))
@@ -119,7 +120,7 @@ def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder
         time.sleep(0.005)
     assert process.pid is not None
     os.killpg(process.pid, signal.SIGTERM)
-    process.join(60)
+    process.join(HANG)
     assert process.exitcode == signal.SIGTERM
 
 

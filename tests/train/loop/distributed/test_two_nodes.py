@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from network_nodes import Node, NotPermitted, two_namespaces, wait_for
+from server_process import HANG
 from training_jobs import TINY, metrics_of, recipe_of, train_one
 
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"  # less waiting than the benchmark
@@ -35,7 +36,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(tmp_path: Pa
             wait_for(run, first, lambda step, epoch, count: epoch > 1 and count == 2)
             second.kill()
             train_one(recipe_of(*SETTINGS).on_data(str(image_folder)), tmp_path / "alone", {})
-            first.process.wait(60)
+            first.process.wait(HANG)
     except NotPermitted as reason:
         pytest.skip(str(reason))
     text = (tmp_path / "first.log").read_text()
