@@ -34,6 +34,17 @@ def test_a_fifth_of_each_class_is_for_evaluation_wherever_the_folder_lies(tmp_pa
     assert open_images(str(moved), "val").keys == val.keys
 
 
+@pytest.mark.parametrize("splits", [("train", "val"), ()])
+def test_images_beside_the_class_folders_are_told(tmp_path: Path, splits: tuple[str, ...]) -> None:
+    for split in splits or (".",):
+        root = photos(tmp_path / split, {"cat": 3, "dog": 3})
+        for name in ("lone.png", ".hidden.png", "notes.txt"):
+            (root / name).write_bytes(b"")
+    opened = [open_images(str(tmp_path), "train"), open_images(str(tmp_path), "val")]
+    left_out = [name for images in opened for name in images.skipped]
+    assert left_out == [f"{tmp_path / split / 'lone.png'}: in no class's folder" for split in splits or (".",)]
+
+
 def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
     root = photos(tmp_path / "photos", {"cat": 10, "dog": 10})
     (root / "cat" / "3.png").write_bytes(b"no image")

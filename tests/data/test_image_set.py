@@ -118,6 +118,9 @@ def test_an_image_that_breaks_later_is_named(tmp_path: Path) -> None:
     (root / "val" / "cat" / "0.png").write_bytes(b"gone")
     with pytest.raises(ImageError, match=r"cat/0\.png: not an image"):
         next(images.batches(Preprocessing(image_size=4), 6))
+    (root / "val" / "cat" / "0.png").unlink()
+    with pytest.raises(ImageError, match=r"^cat/0\.png: .*No such file"):
+        next(images.batches(Preprocessing(image_size=4), 6))
 
 
 def test_images_are_evenly_spaced() -> None:

@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from vitx.core.errors import InputError
-from vitx.core.preprocess import decode
+from vitx.core.preprocess import ImageError, decode
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
+from vitx.data.webdataset import _index, open_shards
 
 NAMES = ("cat", "dog", "ship")
 RNG = np.random.default_rng(0)
@@ -186,7 +187,11 @@ def test_shards_by_a_pattern_and_in_a_folder_a_split(tmp_path: Path) -> None:
         for number, path in enumerate(sorted(tmp_path.glob(f"set-{split}-*.tar"))):
             path.rename(tmp_path / "folders" / split / f"{number}.tar")
     (tmp_path / "classnames.txt").rename(tmp_path / "folders" / "classnames.txt")
-    check(open_images(str(tmp_path / "folders"), "train"), "train")
+    images = open_images(str(tmp_path / "folders"), "train")
+    check(images, "train")
+    (tmp_path / "folders" / "train" / "0.tar").unlink()
+    with pytest.raises(ImageError, match="No such file"):
+        images.read(0)
 
 
 def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
@@ -261,6 +266,7 @@ def no_images(root: Path) -> None:
         (lambda root: shard_of(root, ("a.png", b""), ("a.cls", b"cat")), r"a\.cls holds no class number: expected"),
         (lambda root: shard_of(root, ("a.png", b""), ("a.json", b"[1]")), r"a\.json holds no class number: expected"),
         (lambda root: shard_of(root, ("a.png", b""), mode="w:gz"), r"train-0000\.tar is not a plain tar file"),
+        (lambda root: shard_of(root, *[("a.png", b"1")] * 2), "sample 'a' has two images: expected one"),
         (few_names, "has labels from 0 to 2 but 2 class names"),
         (other_splits, "has the splits all: expected one of train"),
         (no_images, "has the columns label, text: expected one of images and one of class labels"),
@@ -271,6 +277,27 @@ def test_what_cannot_be_read_is_named(write: Callable[[Path], None], message: st
     with pytest.raises(InputError, match=message):
         open_images(str(tmp_path), "train")
     assert not Path("hacked").exists()
+
+
+def test_a_damaged_or_cut_shard_is_never_taken_for_a_smaller_one(tmp_path: Path) -> None:
+    """A byte of each header, each header zeroed, and each cut between two members: all samples, or an error."""
+    path = shards(tmp_path) / "set-train-0000.tar"
+    whole = path.read_bytes()
+    count = len(open_shards(str(tmp_path), "train"))
+    with tarfile.open(path) as archive:
+        headers = [member.offset for member in archive]
+    flipped = [at for start in headers for at in (start, start + 150)]
+    damaged = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in flipped]
+    damaged += [whole[:start] + bytes(512) + whole[start + 512 :] for start in headers]
+    damaged += [whole[:start] for start in headers]
+    for content in [*damaged, whole + whole]:
+        path.write_bytes(content)
+        _index.cache_clear()
+        with pytest.raises(InputError, match=r"set-train-0000\.tar(: expected an| is not a plain tar file, or not)"):
+            open_shards(str(tmp_path), "train")
+    path.write_bytes(whole)
+    _index.cache_clear()
+    assert len(open_shards(str(tmp_path), "train")) == count
 
 
 def timm_folder(root: Path, split: str, _: pytest.MonkeyPatch) -> Any:

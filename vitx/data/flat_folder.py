@@ -13,7 +13,7 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
-from vitx.data.folder import FileReader, folders_in, list_images, quoted, readable_images
+from vitx.data.folder import FileReader, beside_classes, folders_in, list_images, quoted, readable_images
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
 SPLIT_FILE = "split.json"
@@ -21,7 +21,7 @@ EVALUATED_SHARE = 0.2
 
 
 class ImagesOfSplit(Record):
-    """images: their paths below the folder, each class in turn. skipped: unreadable ones that were left out."""
+    """images: their paths below the folder, each class in turn. skipped: those left out, and why."""
 
     images: tuple[str, ...]
     skipped: tuple[str, ...] = ()
@@ -67,7 +67,9 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool) -> ImageSet:
     images = [list_images(root / name) for name in classes]
     _require_two_of_each(root, classes, [len(paths) for paths in images])
     chosen = [(path, label) for label, paths in enumerate(images) for path in _of_split(root, paths, split)]
-    return replace(readable_images(root, classes, chosen, name=str(root), skip_bad=skip_bad), by_hash=True)
+    opened = readable_images(root, classes, chosen, name=str(root), skip_bad=skip_bad)
+    lone = beside_classes(root) if split == "train" else []  # said once
+    return replace(opened, skipped=(*opened.skipped, *lone), by_hash=True)
 
 
 def open_split_file(path: Path, split: Split) -> ImageSet:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,7 +69,14 @@ def quoted(names: Sequence[str]) -> str:
 def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
     """The images of one split, a folder a class; `skip_bad` leaves out what cannot be read (see `open_images`)."""
     found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
-    return readable_images(folder, class_names, found, name=str(folder.parent), skip_bad=skip_bad)
+    images = readable_images(folder, class_names, found, name=str(folder.parent), skip_bad=skip_bad)
+    return replace(images, skipped=(*images.skipped, *beside_classes(folder)))
+
+
+def beside_classes(folder: Path) -> list[str]:
+    """The images that lie in `folder` itself, of which no class is known, as `ImageSet.skipped` has them."""
+    lone = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in EXTENSIONS and path.is_file()]
+    return [f"{path}: in no class's folder" for path in lone if not path.name.startswith(".")]
 
 
 def readable_images(
@@ -106,7 +113,10 @@ class FileReader:
     paths: tuple[Path, ...]
 
     def __call__(self, index: int) -> bytes:
-        return self.paths[index].read_bytes()
+        try:
+            return self.paths[index].read_bytes()
+        except OSError as error:  # it went away since the set was opened, or its disk did
+            raise ImageError(str(error)) from None
 
 
 def _why_unreadable(path: Path) -> str | None:

@@ -26,7 +26,8 @@ class ImageSet:
     """Labelled images, read one at a time.
 
     keys: a name for each image, unique in the set. labels: class numbers int64 (N,), −1 where there are none.
-    read: `read(i)` returns the encoded bytes (PNG, JPEG, …) of image i. skipped: unreadable files that were left out.
+    read: `read(i)` returns the encoded bytes (PNG, JPEG, …) of image i; raises ImageError where they are gone.
+    skipped: files that were left out, and why.
     by_hash: whether the split was made here, of one folder, and a run has to keep it.
     """
 

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.core.errors import InputError
+from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
+from vitx.data.whole_tar import WholeTarInfo, check_only_zeros
 
 CLASS_NAMES_FILE = "classnames.txt"
 
@@ -30,9 +32,12 @@ class TarReader:
     size: npt.NDArray[np.int64]
 
     def __call__(self, index: int) -> bytes:
-        with self.files[int(self.file_index[index])].open("rb") as file:
-            file.seek(int(self.start[index]))
-            return file.read(int(self.size[index]))
+        try:
+            with self.files[int(self.file_index[index])].open("rb") as file:
+                file.seek(int(self.start[index]))
+                return file.read(int(self.size[index]))
+        except OSError as error:
+            raise ImageError(str(error)) from None
 
 
 class _Sample(NamedTuple):
@@ -92,18 +97,22 @@ def _samples(path: Path, shard: int) -> list[_Sample]:
     places: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
-        with tarfile.open(path, "r:") as archive:
+        with path.open("rb") as content, tarfile.open(fileobj=content, mode="r:", tarinfo=WholeTarInfo) as archive:
             for member in archive:
                 folder, _, file = member.name.rpartition("/")
                 stem, _, kind = file.partition(".")
                 key = f"{folder}/{stem}" if folder else stem
                 if f".{kind.lower()}" in EXTENSIONS:
+                    if key in places:
+                        raise InputError(f"{path}: sample '{key}' has two images: expected one")
                     places[key] = (member.offset_data, member.size)
-                elif kind in ("cls", "json") and (content := archive.extractfile(member)) is not None:
-                    labels.setdefault(key, _label(content.read(), kind, f"{path}: {member.name}"))
+                elif kind in ("cls", "json") and (text := archive.extractfile(member)) is not None:
+                    labels.setdefault(key, _label(text.read(), kind, f"{path}: {member.name}"))
+            content.seek(archive.offset)
+            check_only_zeros(content, archive.offset)
     except tarfile.TarError as error:
         raise InputError(
-            f"{path} is not a plain tar file ({error}): repair it, or unpack it where it is compressed"
+            f"{path} is not a plain tar file, or not whole ({error}): repair it, or unpack it where it is compressed"
         ) from None
     if places.keys() != labels.keys() or not places:
         lone = min(places.keys() ^ labels.keys(), default="nothing")

@@ -228,7 +228,7 @@ def test_an_unreadable_image_is_named_or_counted(vitx: Vitx, image_folder: Path,
     assert not (tmp_path / "run").exists()
     code, _, err = vitx(*arguments, "--skip-bad")
     assert code == 0, err
-    assert f"left out 1 unreadable images: {bad}" in err
+    assert f"left out 1 image: {bad}" in err
     environment = read_record(tmp_path / "run" / "environment.json", RunEnvironment)
     assert environment.data["train"].images == 17
     assert len(environment.data["train"].skipped) == 1

@@ -114,12 +114,12 @@ def test_an_epoch_in_one_line() -> None:
     )
 
 
-def test_unreadable_images_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_are_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     sets = [SimpleNamespace(skipped=skipped) for skipped in ((), ("a.png",), ("b.png", "c.png", "d.png"))]
     module._log_skipped(*sets)  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [
-        "left out 1 unreadable images: a.png",
-        "left out 3 unreadable images: b.png and 2 more",
+        "left out 1 image: a.png",
+        "left out 3 images: b.png and 2 more",
     ]
 
 

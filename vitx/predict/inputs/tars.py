@@ -9,18 +9,11 @@ import re
 import tarfile
 import zlib
 from collections.abc import Iterator
-
-# There since Python 3.0, and missing from the typing stubs.
-from tarfile import (  # type: ignore[attr-defined]
-    EmptyHeaderError,
-    InvalidHeaderError,
-    SubsequentHeaderError,
-    TruncatedHeaderError,
-)
 from types import SimpleNamespace
-from typing import IO, BinaryIO, Self, cast
+from typing import IO, BinaryIO, cast
 
 from vitx.core.preprocess import ImageError
+from vitx.data.whole_tar import BLOCK_BYTES, WholeTarInfo, check_only_zeros
 from vitx.predict.inputs.remote import check_size
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import is_image_name
@@ -28,13 +21,8 @@ from vitx.predict.inputs.stores import is_image_name
 # What reading a stream may raise besides ImageError.
 ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
 _GZIP_MAGIC = b"\x1f\x8b"
-_BLOCK_BYTES = 1 << 16
 # A part of a name that begins with a dot, but for "." and "..": many archives begin each name with "./".
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?(?:/|$))")
-# Of a name, or of anything else that stands before a member's own header.
-_MAX_HEADER_BYTES = 4 << 20
-_LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-_MORE_HEADERS = (*_LONG_NAMES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 
 
 def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[tuple[str, bytes | ImageError]]:
@@ -42,7 +30,7 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
 
     Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded.
     """
-    with tarfile.open(fileobj=_uncompressed(file), mode="r|*", tarinfo=_Member) as archive:
+    with tarfile.open(fileobj=_uncompressed(file), mode="r|*", tarinfo=WholeTarInfo) as archive:
         rest = cast(IO[bytes], archive.fileobj)
         for member in archive:
             # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
@@ -58,40 +46,9 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
             # To the next header. tarfile would read on behind the end of the file, as far as the member says that it
             # goes: for ever, if that is damaged.
             while (left := archive.offset - rest.tell()) > 0:
-                if not rest.read(min(left, _BLOCK_BYTES)):
+                if not rest.read(min(left, BLOCK_BYTES)):
                     raise tarfile.ReadError(f"the file ends before byte {archive.offset:,}, where a member ends")
-        # Also to the end of what is compressed, where gzip's CRC is.
-        while block := rest.read(_BLOCK_BYTES):
-            if block.count(0) < len(block):
-                raise tarfile.ReadError(
-                    f"other bytes follow the block of zeros at byte {archive.offset:,}: a header was lost, or several "
-                    "archives are in one file"
-                )
-
-
-class _Member(tarfile.TarInfo):
-    """A header whose damage tarfile does not take for the end of the archive."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        if header.type in _MORE_HEADERS and header.size > _MAX_HEADER_BYTES:  # tarfile reads it into memory
-            raise InvalidHeaderError(f"bad header: {header.size:,} bytes, and {_MAX_HEADER_BYTES:,} at most are read")
-        return header
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:  # tarfile's own name of the argument
-        try:
-            return super().fromtarfile(tarfile)
-        except EmptyHeaderError:
-            reason = "the file ends without the zeros that end an archive,"
-        except (TruncatedHeaderError, InvalidHeaderError) as error:
-            reason = str(error)
-        # What tarfile itself trips over: the numbers of a sparse member, or a thousand headers of one member.
-        except (ValueError, IndexError, OverflowError, RecursionError) as error:
-            reason = f"bad header: {error}"
-        # The only one of its errors that TarFile.next raises wherever the header stands.
-        raise SubsequentHeaderError(f"{reason} at byte {tarfile.offset:,}")
+        check_only_zeros(rest, archive.offset)  # also to the end of what is compressed, where gzip's CRC is
 
 
 class _Gunzip:
@@ -108,7 +65,7 @@ class _Gunzip:
     def read(self, size: int) -> bytes:
         """Return 1 to `size` bytes, b"" at the end; raise EOFError or zlib.error."""
         while True:
-            ended = not self._packed and not (more := self._file.read1(_BLOCK_BYTES))
+            ended = not self._packed and not (more := self._file.read1(BLOCK_BYTES))
             self._packed = self._packed or more
             if self._inflater.eof:  # zeros may follow, or another gzip
                 self._packed = self._packed.lstrip(b"\0")

@@ -20,7 +20,7 @@ ENVIRONMENT_FILE = "environment.json"
 
 
 class DataRecord(Record):
-    """One split: how many images, which unreadable ones were left out, the sha256 of all names and labels in order."""
+    """One split: how many images, which were left out and why, the sha256 of all names and labels in order."""
 
     images: int
     skipped: tuple[str, ...]

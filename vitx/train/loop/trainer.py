@@ -484,6 +484,6 @@ class Trainer:
 
 def _log_skipped(*sets: ImageSet) -> None:
     for images in sets:
-        if images.skipped:
-            more = f" and {len(images.skipped) - 1} more" if len(images.skipped) > 1 else ""
-            log(f"left out {len(images.skipped)} unreadable images: {images.skipped[0]}{more}")
+        if count := len(images.skipped):
+            more = f"s: {images.skipped[0]} and {count - 1} more" if count > 1 else f": {images.skipped[0]}"
+            log(f"left out {count} image{more}")

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,7 +215,7 @@ def images_of(count: int, *, broken: Sequence[int] = ()) -> ImageSet:
     def read(index: int) -> bytes:
         return b"broken" if index in broken else file.getvalue()
 
-    return ImageSet("memory", ("a",), tuple(f"{i}.png" for i in range(count)), np.arange(count), read)
+    return ImageSet("memory", ("a", "b"), tuple(f"{i}.png" for i in range(count)), np.arange(count), read)
 
 
 def data(count: int = 6, *, repeats: int = 1, batch_size: int = 2, **more: Any) -> tuple[Any, list[float]]:
@@ -261,6 +262,9 @@ def test_a_set_without_images_and_one_that_breaks() -> None:
     with pytest.raises(InputError) as refused:
         data(0)
     assert str(refused.value) == "'memory' has no images to train on"
+    one_class = replace(images_of(2), class_names=("a",))
+    with pytest.raises(InputError, match=r"^'memory' has one class, 'a': expected two at least$"):
+        TrainingData(one_class, Preprocessing(image_size=4), Augmentation(), batch_size=2, seed=0)
     made, _ = data(broken=[3])
     with pytest.raises(ImageError, match=r"^3\.png: "):
         list(made.batches(1))

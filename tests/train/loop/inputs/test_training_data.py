@@ -223,7 +223,7 @@ def test_an_image_that_breaks_later_is_named(workers: int) -> None:
     good = buffer.getvalue()
     images = ImageSet(
         "memory",
-        ("a",),
+        ("a", "b"),
         tuple(f"{i}.png" for i in range(8)),
         np.zeros(8, np.int64),
         lambda i: good[:40] if i == 5 else good,

@@ -94,7 +94,7 @@ class TrainingData:
 
     With repeated augmentation (Hoffer et al., arXiv 1901.09335) an epoch has as many samples as there are images, but
     shows only 1/repeats of the images, each `repeats` times in a row with other augmentations.
-    Raises InputError for a set without images and for an `auto_augment` that timm does not know.
+    Raises InputError for a set without images, or of one class, and for an `auto_augment` that timm does not know.
     """
 
     def __init__(
@@ -102,6 +102,8 @@ class TrainingData:
     ) -> None:
         if not len(images):
             raise InputError(f"'{images.name}' has no images to train on")
+        if len(images.class_names) < 2:
+            raise InputError(f"'{images.name}' has one class, '{images.class_names[0]}': expected two at least")
         self.images, self.augmentation = images, augmentation
         self.batch_size, self.seed = min(batch_size, len(images)), seed
         self._dataset = _BatchDataset(images, Augment(preprocessing, augmentation), seed)
