@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from vitx.core.errors import InputError
-from vitx.core.preprocess import ImageError, decode
+from vitx.core.preprocess import ImageError, Preprocessing, decode
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.data.webdataset import _index, open_shards
@@ -254,6 +254,19 @@ def no_images(root: Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"label": [1], "text": ["a"]})}).save_to_disk(str(root))
 
 
+def rows(root: Path, labels: list[int | None], images: list[Any]) -> None:
+    import datasets
+
+    columns = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(NAMES))})
+    split = datasets.Dataset.from_dict({"img": images, "label": labels}, columns)
+    datasets.DatasetDict({"train": split}).save_to_disk(str(root))
+
+
+def cut_arrow(root: Path) -> None:
+    file = next(hugging_face(root, saved=True).glob("train/*.arrow"))
+    file.write_bytes(file.read_bytes()[:-300])
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -269,6 +282,8 @@ def no_images(root: Path) -> None:
         (lambda root: shard_of(root, *[("a.png", b"1")] * 2), "sample 'a' has two images: expected one"),
         (few_names, "has labels from 0 to 2 but 2 class names"),
         (other_splits, "has the splits all: expected one of train"),
+        (lambda root: rows(root, [1, None, -1], [None] * 3), "says no class for 2 images .* 'train', first in row 1"),
+        (cut_arrow, "cannot be read as a Hugging Face data set: "),
         (no_images, "has the columns label, text: expected one of images and one of class labels"),
     ],
 )
@@ -298,6 +313,14 @@ def test_a_damaged_or_cut_shard_is_never_taken_for_a_smaller_one(tmp_path: Path)
     path.write_bytes(whole)
     _index.cache_clear()
     assert len(open_shards(str(tmp_path), "train")) == count
+
+
+def test_a_row_without_an_image_is_named(tmp_path: Path) -> None:
+    rows(tmp_path, [1, 2], [None, {"bytes": png(PIXELS["val"][0]), "path": None}])
+    images = open_images(str(tmp_path), "train")
+    assert decode(images.read(1)).size == (32, 32)
+    with pytest.raises(ImageError, match=r"^train/0000000: no image in this row$"):
+        next(images.batches(Preprocessing(image_size=32), 2))
 
 
 def timm_folder(root: Path, split: str, _: pytest.MonkeyPatch) -> Any:

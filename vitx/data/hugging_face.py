@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vitx.core.errors import InputError, missing_package
+from vitx.core.preprocess import ImageError
 from vitx.data.image_set import SPLIT_NAMES, ImageSet, Split
 
 LABEL_COLUMNS = ("label", "labels", "fine_label")
@@ -22,7 +23,12 @@ class RowReader:
 
     def __call__(self, index: int) -> bytes:
         image = self.dataset[int(index)][self.column]
-        content: bytes = image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
+        if image is None:
+            raise ImageError("no image in this row")
+        try:
+            content: bytes = image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
+        except OSError as error:
+            raise ImageError(str(error)) from None
         return content
 
 
@@ -33,15 +39,18 @@ def is_hugging_face(root: Path) -> bool:
 def open_hugging_face(root: Path, split: Split) -> ImageSet:
     """The images of one split; its ClassLabel names the classes. Parquet is converted once, into the library's cache.
 
-    Raises EnvironmentMissing without the package `datasets`, InputError for data without such a split, or without a
-    column of images and one of class labels.
+    Raises EnvironmentMissing without the package `datasets`, InputError for data that it cannot read, without such a
+    split, or without a column of images and one of class labels that says the class of each.
     """
     if importlib.util.find_spec("datasets") is None:
         raise missing_package("datasets", "huggingface")
     import datasets
 
     saved = (root / "dataset_dict.json").is_file()
-    splits = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))
+    try:
+        splits = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))
+    except Exception as error:  # noqa: BLE001 - a damaged file can raise anything of two libraries
+        raise InputError(f"'{root}' cannot be read as a Hugging Face data set: {error}") from None
     name = next((name for name in SPLIT_NAMES[split] if name in splits), None)
     if name is None:
         raise InputError(
@@ -59,10 +68,17 @@ def open_hugging_face(root: Path, split: Split) -> ImageSet:
         )
     # Undecoded: ImageSet.read returns encoded bytes, and every image goes through the one preprocessing.
     dataset = dataset.cast_column(images[0], datasets.Image(decode=False))
+    labels = np.asarray([-1 if number is None else number for number in dataset[label][:]], dtype=np.int64)
+    names = tuple(classes[label].names)
+    unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
+    if len(unknown):
+        raise InputError(
+            f"'{root}' says no class for {len(unknown)} images of the split '{name}', first in row {unknown[0]}"
+        )
     return ImageSet(
         name=str(root),
-        class_names=tuple(classes[label].names),
+        class_names=names,
         keys=tuple(f"{name}/{row:07d}" for row in range(len(dataset))),
-        labels=np.asarray(dataset.with_format("numpy")[label][:], dtype=np.int64),
+        labels=labels,
         read=RowReader(dataset.select_columns(images[0]), images[0]),
     )
