@@ -280,14 +280,28 @@ def cut_arrow(root: Path) -> None:
         (lambda root: shard_of(root, ("a.png", b""), ("a.json", b"[1]")), r"a\.json holds no class number: expected"),
         (lambda root: shard_of(root, ("a.png", b""), mode="w:gz"), r"train-0000\.tar is not a plain tar file"),
         (lambda root: shard_of(root, *[("a.png", b"1")] * 2), "sample 'a' has two images: expected one"),
-        (few_names, "has labels from 0 to 2 but 2 class names"),
+        (
+            lambda root: shard_of(root, ("a.png", b""), ("a.cls", b"-1")),
+            r"a\.cls says class -1: expected 0 to 1,048,575",
+        ),
+        (
+            lambda root: shard_of(root, ("a.png", b""), ("a.cls", b"9" * 30)),
+            "says class 9{30}: expected 0 to 1,048,575",
+        ),
+        (lambda root: shard_of(root, ("a.json", b'{"label": Infinity}')), r"a\.json holds no class number: expected"),
+        (lambda root: shard_of(root, ("a.json", b"[" * 200_000)), r"a\.json holds no class number: expected"),
+        (
+            lambda root: (shards(root) / "classnames.txt").write_bytes(b"\xff"),
+            r"classnames\.txt is not a text in UTF-8",
+        ),
+        (few_names, "has labels up to 2 but 2 class names"),
         (other_splits, "has the splits all: expected one of train"),
         (lambda root: rows(root, [1, None, -1], [None] * 3), "says no class for 2 images .* 'train', first in row 1"),
         (cut_arrow, "cannot be read as a Hugging Face data set: "),
         (no_images, "has the columns label, text: expected one of images and one of class labels"),
     ],
 )
-def test_what_cannot_be_read_is_named(write: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(write: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(InputError, match=message):
         open_images(str(tmp_path), "train")

@@ -20,6 +20,7 @@ from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 from vitx.data.whole_tar import WholeTarInfo, check_only_zeros
 
 CLASS_NAMES_FILE = "classnames.txt"
+_MOST_CLASSES = 1 << 20  # without names, each number up to the largest becomes one
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def open_shards(data: str, split: Split) -> ImageSet:
     samples = _index(shards)
     names = _class_names(data, shards[0].parent)
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    if labels.min() < 0 or labels.max() >= len(names):
-        raise InputError(f"'{data}' has labels from {labels.min()} to {labels.max()} but {len(names)} class names")
+    if labels.max() >= len(names):
+        raise InputError(f"'{data}' has labels up to {labels.max()} but {len(names)} class names")
     places = np.array([(sample.shard, sample.start, sample.size) for sample in samples], dtype=np.int64)
     return ImageSet(
         name=data,
@@ -122,16 +123,26 @@ def _samples(path: Path, shard: int) -> list[_Sample]:
 
 def _label(content: bytes, kind: str, where: str) -> int:
     try:
-        return int(content) if kind == "cls" else int(json.loads(content)["label"])
-    except (ValueError, KeyError, TypeError):
+        number = int(content) if kind == "cls" else int(json.loads(content)["label"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(f'{where} holds no class number: expected digits in .cls, or "label" in .json') from None
+    if not 0 <= number < _MOST_CLASSES:
+        raise InputError(f"{where} says class {number}: expected 0 to {_MOST_CLASSES - 1:,}")
+    return number
 
 
 def _class_names(data: str, folder: Path) -> tuple[str, ...]:
     """The lines of classnames.txt beside the shards or one folder up, else the numbers up to the largest label."""
     for place in (folder, folder.parent):
         if (place / CLASS_NAMES_FILE).is_file():
-            return tuple((place / CLASS_NAMES_FILE).read_text().splitlines())
+            return _names_in(place / CLASS_NAMES_FILE)
     splits: tuple[Split, ...] = ("train", "val")
     largest = max(sample.label for split in splits for sample in _index(find_shards(data, split)))
     return tuple(str(number) for number in range(largest + 1))
+
+
+def _names_in(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(path.read_text("utf-8").splitlines())
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text in UTF-8: {error}") from None
