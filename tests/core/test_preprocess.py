@@ -360,7 +360,7 @@ def test_other_processes_print_no_warning_of_pillow(capfd: pytest.CaptureFixture
     with pytest.raises(ImageError, match="cannot decode the image"):
         run_limited("decoding", preprocessing.from_bytes, LARGE)
     assert run_limited("decoding", preprocessing.from_bytes, damaged_fax(5000)).shape == (8, 8, 3)
-    images = ImageSet("one", ("a",), ("large.png",), np.zeros(1, np.int64), read=[LARGE].__getitem__)
+    images = ImageSet("one", ("a", "b"), ("large.png",), np.zeros(1, np.int64), read=[LARGE].__getitem__)
     data = TrainingData(images, preprocessing, Augmentation(), batch_size=1, seed=0)
     with pytest.raises(InputError, match=r"large\.png: cannot decode the image"):
         next(data.batches(0, workers=1))

@@ -14,6 +14,9 @@ from vitx.core.options import Checkpoint
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, weights_file
 from vitx.models.public_checkpoint import first_line
 
+# What a network raises for a value that it cannot use is its own choice.
+UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 
 def build_model(spec: ModelSpec) -> nn.Module:
     """Build the network of `spec` with fresh weights; raise InputError for a name or argument timm does not know."""
@@ -23,8 +26,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
         model: nn.Module = timm.create_model(spec.name, num_classes=spec.num_classes, **spec.kwargs)
     except InputError:
         raise
-    # What a constructor raises for a value that it cannot use is its own choice.
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except UNUSABLE as error:
         raise InputError(f"model '{spec.name}' does not take these arguments: {first_line(error)}") from None
     return model
 

@@ -274,6 +274,10 @@ def test_missing_data_is_named(vitx: Vitx, image_folder: Path, tmp_path: Path, d
             "distillation.weight has no effect without distillation.",
         ),
         (("digits-deit", "--set", "preprocessing.image_size=33"), "img_size 33 is not divisible by patch_size 4"),
+        (
+            ("photos", "--data", "digits", "--set", "model.name=crossvit_9_240"),
+            "model 'crossvit_9_240' fails on an image of 32 px: ",
+        ),
     ],
 )
 def test_a_wrong_request_writes_nothing(vitx: Vitx, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

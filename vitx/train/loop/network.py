@@ -11,7 +11,8 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.models import build_model
-from vitx.models.public_checkpoint import load_public_checkpoint, published_model
+from vitx.models.build import UNUSABLE
+from vitx.models.public_checkpoint import first_line, load_public_checkpoint, published_model
 from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
 from vitx.train.losses.objective import check_model
 from vitx.train.recipes.optimization_settings import Execution
@@ -33,7 +34,7 @@ def model_spec(recipe: Recipe, num_classes: int) -> ModelSpec:
 
 
 def build_network(recipe: Recipe, spec: ModelSpec) -> nn.Module:
-    """Build the network with random weights; raise InputError when it cannot compute the recipe's losses."""
+    """Build the network with random weights; raise InputError if the recipe's images or losses do not fit."""
     try:
         model = build_model(spec)
     except InputError:
@@ -42,7 +43,19 @@ def build_network(recipe: Recipe, spec: ModelSpec) -> nn.Module:
         check_model(recipe, build_model(spec.model_copy(update={"kwargs": kwargs})))
         raise
     check_model(recipe, model)
+    _check_forward(model, spec.name, recipe.preprocessing.image_size)
     return model
+
+
+def _check_forward(model: nn.Module, name: str, size: int) -> None:
+    """Raise InputError for a network that cannot take images of `size`, which not every constructor looks at."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, size, size))
+    except UNUSABLE as error:
+        raise InputError(f"model '{name}' fails on an image of {size} px: {first_line(error)}") from None
+    model.train(training)
 
 
 def drop_path_rates(model: nn.Module) -> dict[DropPath, float]:
