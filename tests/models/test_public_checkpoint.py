@@ -178,6 +178,7 @@ def test_each_kind_of_broken_file_has_its_text(tmp_path: Path) -> None:
     texts = {
         "a.safetensors": (b"no", r"a\.safetensors' is not a safetensors file: "),
         "b.pth": (b"", r"b\.pth' is not a checkpoint: "),
+        "s.pth": (b"seed = 9", r"s\.pth' is not a checkpoint: pop from empty list"),
         "c.pth": (
             b"no checkpoint",
             r"c\.pth' cannot be read as tensors alone, and vitx runs no code of a file: Unsupported operand 110; save",

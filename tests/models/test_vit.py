@@ -126,6 +126,7 @@ def test_reset_classifier_resets_both_heads() -> None:
         ({"img_size": 30}, "img_size 30 is not divisible by patch_size 4"),
         ({"num_heads": 5}, "embed_dim 24 is not divisible by num_heads 5"),
         ({"attention": ["plain"]}, "attention lists 1 blocks but depth is 3"),
+        ({"depth": 10**9}, "depth is 1000000000: expected 1 to 1,000 blocks"),
         ({"attention": "talking"}, "unknown attention 'talking'"),
         ({"qk_norm": True}, "qk_norm is not supported by this network"),
         ({"proj_bias": False}, "proj_bias=False is not supported by this network"),

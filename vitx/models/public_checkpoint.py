@@ -158,8 +158,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}; save its tensors "
             "alone where it was made: torch.save(model.state_dict(), FILE)"
         ) from None
-    except (RuntimeError, EOFError) as error:
-        raise InputError(f"'{path}' is not a checkpoint: {error}") from None
+    except Exception as error:  # noqa: BLE001 - the unpickler of a damaged file can raise anything
+        raise InputError(f"'{path}' is not a checkpoint: {first_line(error)}") from None
     for container in CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(container), dict):
             content = content[container]

@@ -125,6 +125,7 @@ class TokenOutputs(NamedTuple):
     patch_logits_BnC: Tensor | None
 
 
+_MOST_BLOCKS = 1000  # a slip of the keyboard is told before it takes all memory
 # timm's arguments whose default is another here, and those that are read before timm has them.
 TIMM_DEFAULTS: dict[str, Any] = {
     "img_size": 224,
@@ -261,7 +262,9 @@ class VisionTransformer(TimmVisionTransformer):
 
 
 def attention_of_blocks(attention: AttentionKind | Sequence[AttentionKind], depth: int) -> list[AttentionKind]:
-    """One attention kind a block; raise InputError for an unknown kind or a list of another length than `depth`."""
+    """One attention kind a block; raise InputError for unknown kinds, another number of them, or no depth."""
+    if not 1 <= depth <= _MOST_BLOCKS:
+        raise InputError(f"depth is {depth}: expected 1 to {_MOST_BLOCKS:,} blocks")
     kinds: list[AttentionKind] = [attention] * depth if isinstance(attention, str) else list(attention)
     for kind in kinds:
         if kind not in ATTENTION:
