@@ -93,6 +93,18 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
         assert sorted(tmp_path.iterdir()) == [target, link]
 
 
+def test_what_is_no_folder_stays_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("work")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "fifo", "loop"):
+        for target in (tmp_path / name, tmp_path / name / "made"):
+            with pytest.raises(InputError, match=rf"' cannot be a folder: '.*{name}' is none$"), staged_folder(target):
+                raise AssertionError("nothing is staged")
+    assert (tmp_path / "file").read_text() == "work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file", "loop"]
+
+
 def test_a_failed_stage_leaves_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "folder"
     with staged_folder(target) as stage:

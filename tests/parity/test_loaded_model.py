@@ -284,7 +284,9 @@ def test_what_comes_after_the_bundle_is_checked_before_it(
     """An export may take hours, and its bundle would stand there with exit code 2."""
     exporting = Exporting(monkeypatch, bundle)
     (tmp_path / "o" / "1").mkdir(parents=True)
+    (tmp_path / "file").touch()
     for options, message in (
+        (ExportOptions(triton=tmp_path / "file"), "file/o' cannot be a folder: '.*file' is none"),
         (ExportOptions(sign=tmp_path / "none.pem"), r"none\.pem' is no private key of an elliptic curve"),
         (ExportOptions(triton=tmp_path), "o' exists and is no Triton model: choose another folder"),
     ):

@@ -82,6 +82,17 @@ def make_folder(path: Path) -> None:
         sync(folder.parent)
 
 
+def check_folder(path: Path) -> None:
+    """Raise InputError where no folder can be at `path`, because something else is there or above it."""
+    try:
+        real = path.resolve()
+    except RuntimeError:  # before Python 3.13, of a link that leads to itself
+        real = path.absolute()
+    found = next(place for place in (real, *real.parents) if os.path.lexists(place))
+    if not found.is_dir():
+        raise InputError(f"'{path}' cannot be a folder: '{found}' is none")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file or leave the old one untouched."""
     make_folder(path.parent)
@@ -216,8 +227,9 @@ def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed.
 
-    Of a link that is what it leads to: the link stays.
+    Of a link that is what it leads to: the link stays. Raises InputError where no folder can be.
     """
+    check_folder(target)
     target = target.resolve()
     make_folder(target.parent)
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

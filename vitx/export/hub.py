@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import apply_umask, staged_folder, write_bytes, write_json
+from vitx.core.files import apply_umask, check_folder, staged_folder, write_bytes, write_json
 from vitx.export.hub_card import CARD, CONFIG, WEIGHTS, TimmForm, model_card
 from vitx.models.attention import PlainAttention
 from vitx.models.source import Source, SourceRequest
@@ -34,8 +34,9 @@ TOLERANCE = 1e-5
 
 def check_hub_folder(out: Path) -> None:
     """Raise InputError when `out` holds something else than a network in this layout: all of it is replaced."""
+    check_folder(out)
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if out.is_file() or (found and CONFIG not in found):
+    if found and CONFIG not in found:
         raise InputError(f"--hub {out} exists and holds no {CONFIG}: choose another folder")
     if others := [name for name in found if name not in (CONFIG, WEIGHTS, CARD)]:
         raise InputError(

@@ -13,7 +13,7 @@ from typing import Literal
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import sha256_file, staged_folder
+from vitx.core.files import check_folder, sha256_file, staged_folder
 from vitx.core.tensorrt_plan import PlanInfo, read_plan
 
 CONFIG = "config.pbtxt"
@@ -69,7 +69,8 @@ def triton_repository(
 
 
 def check_triton_model(target: Path) -> None:
-    """Raise InputError when the folder of the model to write holds something else."""
+    """Raise InputError when the folder of the model to write holds something else, or cannot be one."""
+    check_folder(target)
     if target.exists() and not (target / CONFIG).is_file():
         raise InputError(f"'{target}' exists and is no Triton model: choose another folder")
 
