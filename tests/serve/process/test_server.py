@@ -18,9 +18,11 @@ import pytest
 from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession, colour_image, png, write_bundle
 from server_process import SLOW_MODEL, end_under_load, http_client, run_serve, running_server, wait_until
 from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.models.loading import load_warm
+from vitx.serve.models.loading import Loader, load_warm
 from vitx.serve.options import ServeOptions
+from vitx.serve.process.port import claim_port
 
 NO_TORCH = """
 import signal, sys
@@ -119,6 +121,11 @@ def test_a_missing_bundle_and_a_foreign_host(tmp_path: Path, tiny_bundle: Bundle
     refused = run_serve(tiny_bundle.path, "--host", "192.0.2.1", "--port", "0")
     assert (refused.returncode, refused.stderr.count("\n")) == (3, 1)
     assert "cannot listen on 192.0.2.1 port 0" in refused.stderr
+    with pytest.raises(InputError, match=r"^host 'a\.\.b' is no address of this machine: .*label"):
+        claim_port("a..b", 0)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="^no bundle at '.*loop'"):
+        Loader(ServeOptions()).verify(tmp_path / "loop")
 
 
 def test_a_model_that_breaks_its_manifest_is_refused_at_warm_up(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Loads a bundle from disk to a warm model: hashes, certificate, session, warm-up, canary, latency curve."""
 
-import statistics
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,7 +122,7 @@ class Loader:
 
         Raises InputError or CheckFailed, for a URL EnvironmentMissing too.
         """
-        place = local_bundle(path).resolve()  # the same folder to the end, even if a link is moved meanwhile
+        place = Path(os.path.realpath(local_bundle(path)))  # to the end the same, even if a link is moved meanwhile
         states, bundle = file_states(place), Bundle.open(place)
         if self.options.require_signature is not None:
             require_signature(bundle.path, self.options.require_signature)
@@ -262,7 +262,7 @@ def measure_curve(session: Session, shape: Sequence[int], batching: Batching) ->
                 break
             taken[rows] += measured(rows)
     counted = {rows: times[batching.instances :] or times for rows, times in taken.items()}
-    medians = {rows: statistics.median(times) for rows, times in counted.items()}
+    medians = {rows: float(np.median(times)) for rows, times in counted.items()}
     if several is not session:  # one image is mostly alone, and planned so; sizes are chosen by the least times
         medians[1] = min(medians[1], *(_seconds_of(session, images[:1]) for _ in range(_LONE_CALLS)))
     return LatencyCurve(medians, {rows: min(times) for rows, times in counted.items()})

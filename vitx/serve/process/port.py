@@ -14,8 +14,8 @@ def claim_port(host: str, port: int, option: str = "--port", *, shared: bool = F
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise InputError(f"host '{host}' is not an address of this machine: {error.strerror}") from None
+    except (socket.gaierror, UnicodeError) as error:  # a label of a name is empty, too long or no text
+        raise InputError(f"host '{host}' is no address of this machine: {getattr(error, 'strerror', error)}") from None
     listener = socket.socket(family, kind, protocol)
     try:
         if sys.platform != "win32":  # there it would let two servers share the port
