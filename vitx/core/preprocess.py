@@ -109,7 +109,8 @@ class Preprocessing(Record):
 
     image_size: Annotated[int, Field(gt=0, description="side of the square that the network sees, in pixels")]
     crop_fraction: Annotated[
-        float, Field(gt=0, le=MAX_CROP_FRACTION, description="side of that square, as a share of the resized image's")
+        float,
+        Field(ge=0.01, le=MAX_CROP_FRACTION, description="side of that square, as a share of the resized image's"),
     ] = 1.0
     # Not written where it is "center": readers of bundles refuse a field that they do not know, as here they should.
     crop_mode: Annotated[

@@ -124,7 +124,7 @@ def test_a_missing_bundle_and_a_foreign_host(tmp_path: Path, tiny_bundle: Bundle
     with pytest.raises(InputError, match=r"^host 'a\.\.b' is no address of this machine: .*label"):
         claim_port("a..b", 0)
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(InputError, match="^no bundle at '.*loop'"):
+    with pytest.raises(InputError, match=r"^no bundle at '.*loop'"):
         Loader(ServeOptions()).verify(tmp_path / "loop")
 
 

@@ -274,6 +274,10 @@ def test_missing_data_is_named(vitx: Vitx, image_folder: Path, tmp_path: Path, d
             "distillation.weight has no effect without distillation.",
         ),
         (("digits-deit", "--set", "preprocessing.image_size=33"), "img_size 33 is not divisible by patch_size 4"),
+        (("digits-deit", "--set", "workers=1000000"), "workers: given '1000000', expected: less than or equal to 1024"),
+        (("digits-deit", "--set", "augmentation.padding=1000000000"), "expected: less than or equal to 1024"),
+        (("digits-deit", "--set", "augmentation.repeats=1000000000"), "expected: less than or equal to 1000"),
+        (("digits-deit", "--set", "preprocessing.crop_fraction=1e-9"), "expected: greater than or equal to 0.01"),
         (
             ("photos", "--data", "digits", "--set", "model.name=crossvit_9_240"),
             "model 'crossvit_9_240' fails on an image of 32 px: ",

@@ -27,7 +27,9 @@ class Augmentation(Record):
     interpolation: Literal["bicubic", "random"] = Field(
         default="bicubic", description="of the crop and of auto_augment; random is bilinear or bicubic by the toss"
     )
-    padding: NonNegativeInt = Field(default=0, description="black pixels around the image before a random crop (CIFAR)")
+    padding: NonNegativeInt = Field(
+        default=0, le=1024, description="black pixels around the image before a random crop (CIFAR)"
+    )
     rotation: Weight = Field(default=0.0, description="degrees, to either side")
     translation: Fraction = Field(default=0.0, description="share of the image side, in either direction")
     scale: Decay = Field(default=0.0, description="largest relative change of size")
@@ -42,7 +44,9 @@ class Augmentation(Record):
         default="pixel", description="what fills the erased box: the mean, one random colour, or noise"
     )
     repeats: PositiveInt = Field(
-        default=1, description="repeated augmentation: an epoch shows 1/repeats of the images, each `repeats` times"
+        default=1,
+        le=1000,
+        description="repeated augmentation: an epoch shows 1/repeats of the images, each `repeats` times",
     )
 
 

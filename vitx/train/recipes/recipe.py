@@ -81,7 +81,7 @@ class Recipe(Record):
         default=0, description="epochs between checkpoints that are kept, from the initial weights on; 0: best and last"
     )
     workers: NonNegativeInt = Field(
-        default=2, description="processes that prepare images; the result does not depend on it"
+        default=2, le=1024, description="processes that prepare images; the result does not depend on it"
     )
     seed: NonNegativeInt = Field(default=0, description="of every random draw of the run")
 
