@@ -36,6 +36,22 @@ def test_write_replaces_whole(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_pipe_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit((tmp_path / "pipe").read_bytes)
+        write_bytes(tmp_path / "pipe", b"report")
+        assert read.result() == b"report"
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "link").symlink_to("to/file")
+    for content in (b"first", b"second"):
+        write_bytes(tmp_path / "link", content)
+        assert (tmp_path / "to" / "file").read_bytes() == content
+        assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "link", "pipe", "to"]
+
+
 def test_of_several_writers_one_is_the_first(tmp_path: Path) -> None:
     path = tmp_path / "file.bin"
     contents = [bytes([number]) * 9 for number in range(8)]

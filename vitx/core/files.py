@@ -94,7 +94,12 @@ def check_folder(path: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or leave the old one untouched."""
+    """Write a whole file or leave the old one untouched; a link stays, and a device or a pipe is written to."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # else root's `--report /dev/null` takes its place
+        path.write_bytes(data)
+        return
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     make_folder(path.parent)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
