@@ -294,7 +294,7 @@ def cut_arrow(root: Path) -> None:
             lambda root: (shards(root) / "classnames.txt").write_bytes(b"\xff"),
             r"classnames\.txt is not a text in UTF-8",
         ),
-        (few_names, "has labels up to 2 but 2 class names"),
+        (few_names, "has labels from 0 to 2 but 2 class names"),
         (other_splits, "has the splits all: expected one of train"),
         (lambda root: rows(root, [1, None, -1], [None] * 3), "says no class for 2 images .* 'train', first in row 1"),
         (cut_arrow, "cannot be read as a Hugging Face data set: "),

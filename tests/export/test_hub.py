@@ -98,8 +98,9 @@ def test_a_folder_that_holds_something_else_is_kept(tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     check_hub_folder(tmp_path / "letters")
     (tmp_path / "letters" / "a.txt").touch()
-    with pytest.raises(InputError, match=r"exists and holds no config\.json: choose another folder"):
-        check_hub_folder(tmp_path / "letters")
+    for path in (tmp_path / "letters", tmp_path / "letters" / "a.txt"):
+        with pytest.raises(InputError, match=r"exists and holds no config\.json: choose another folder"):
+            check_hub_folder(path)
     with pytest.raises(InputError, match=r"a\.txt/network' cannot be a folder: '.*a\.txt' is none"):
         check_hub_folder(tmp_path / "letters" / "a.txt" / "network")
     for name in ("config.json", "model.safetensors", "README.md"):

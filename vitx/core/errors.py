@@ -7,6 +7,10 @@ from contextlib import contextmanager
 LISTED_NAMES = 100  # of those that are known, where a name is not: timm alone has more than a thousand
 
 
+# What a library raises for a value or a file that it cannot use is its own choice.
+UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 class VitxError(Exception):
     """An error with a message for the user; `exit_code` is what the command line returns."""
 
@@ -29,6 +33,11 @@ class EnvironmentMissing(VitxError):
     """This machine or installation lacks something: a package, a GPU, a free port."""
 
     exit_code = 3
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, or its name."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> InputError:

@@ -84,10 +84,7 @@ def make_folder(path: Path) -> None:
 
 def check_folder(path: Path) -> None:
     """Raise InputError where no folder can be at `path`, because something else is there or above it."""
-    try:
-        real = path.resolve()
-    except RuntimeError:  # before Python 3.13, of a link that leads to itself
-        real = path.absolute()
+    real = Path(os.path.realpath(path))  # unlike resolve it takes a link that leads to itself
     found = next(place for place in (real, *real.parents) if os.path.lexists(place))
     if not found.is_dir():
         raise InputError(f"'{path}' cannot be a folder: '{found}' is none")

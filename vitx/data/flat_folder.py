@@ -67,9 +67,8 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool) -> ImageSet:
     images = [list_images(root / name) for name in classes]
     _require_two_of_each(root, classes, [len(paths) for paths in images])
     chosen = [(path, label) for label, paths in enumerate(images) for path in _of_split(root, paths, split)]
-    opened = readable_images(root, classes, chosen, name=str(root), skip_bad=skip_bad)
-    lone = beside_classes(root) if split == "train" else []  # said once
-    return replace(opened, skipped=(*opened.skipped, *lone), by_hash=True)
+    beside = beside_classes(root) if split == "train" else []  # said once
+    return replace(readable_images(root, classes, chosen, beside, name=str(root), skip_bad=skip_bad), by_hash=True)
 
 
 def open_split_file(path: Path, split: Split) -> ImageSet:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,20 +10,20 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError, decode
-from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
+from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split, read_piece
 
 # Up to so many images are decoded before a run begins, to find unreadable ones; with more that would take too long.
 CHECKED_IMAGES = 20_000
 
 
-def list_images(folder: Path) -> list[Path]:
-    """All image files under `folder`, recursively, in sorted order; hidden files and folders are left out.
+def list_images(folder: Path, pattern: str = "**/*") -> list[Path]:
+    """All image files under `folder`, by default recursively, in sorted order; hidden files and folders are left out.
 
     A link that leads nowhere is one of them: it is unreadable, and whoever reads it says so.
     """
     return sorted(
         path
-        for path in folder.rglob("*")
+        for path in folder.glob(pattern)
         if path.suffix.lower() in EXTENSIONS
         and (path.is_file() or (path.is_symlink() and not path.exists()))
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -69,20 +69,25 @@ def quoted(names: Sequence[str]) -> str:
 def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
     """The images of one split, a folder a class; `skip_bad` leaves out what cannot be read (see `open_images`)."""
     found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
-    images = readable_images(folder, class_names, found, name=str(folder.parent), skip_bad=skip_bad)
-    return replace(images, skipped=(*images.skipped, *beside_classes(folder)))
+    beside = beside_classes(folder)
+    return readable_images(folder, class_names, found, beside, name=str(folder.parent), skip_bad=skip_bad)
 
 
 def beside_classes(folder: Path) -> list[str]:
     """The images that lie in `folder` itself, of which no class is known, as `ImageSet.skipped` has them."""
-    lone = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in EXTENSIONS and path.is_file()]
-    return [f"{path}: in no class's folder" for path in lone if not path.name.startswith(".")]
+    return [f"{path}: in no class's folder" for path in list_images(folder, "*")]
 
 
 def readable_images(
-    folder: Path, class_names: tuple[str, ...], found: Sequence[tuple[Path, int]], *, name: str, skip_bad: bool
+    folder: Path,
+    class_names: tuple[str, ...],
+    found: Sequence[tuple[Path, int]],
+    beside: Sequence[str],
+    *,
+    name: str,
+    skip_bad: bool,
 ) -> ImageSet:
-    """Those images `found` in `folder`, each with its class number, that can be read."""
+    """Those images `found` in `folder`, each with its class number, that can be read; beside: of `beside_classes`."""
     checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
         problems = list(pool.map(_why_unreadable, checked)) or [None] * len(found)
@@ -102,7 +107,7 @@ def readable_images(
         keys=tuple(path.relative_to(folder).as_posix() for path in paths),
         labels=np.array([label for _, label in good], dtype=np.int64),
         read=FileReader(paths),
-        skipped=tuple(bad),
+        skipped=(*bad, *beside),
     )
 
 
@@ -113,10 +118,7 @@ class FileReader:
     paths: tuple[Path, ...]
 
     def __call__(self, index: int) -> bytes:
-        try:
-            return self.paths[index].read_bytes()
-        except OSError as error:  # it went away since the set was opened, or its disk did
-            raise ImageError(str(error)) from None
+        return read_piece(self.paths[index])
 
 
 def _why_unreadable(path: Path) -> str | None:

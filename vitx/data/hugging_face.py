@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import UNUSABLE, InputError, missing_package
 from vitx.core.preprocess import ImageError
-from vitx.data.image_set import SPLIT_NAMES, ImageSet, Split
+from vitx.data.image_set import SPLIT_NAMES, ImageSet, Split, read_piece
 
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 
@@ -25,10 +25,7 @@ class RowReader:
         image = self.dataset[int(index)][self.column]
         if image is None:
             raise ImageError("no image in this row")
-        try:
-            content: bytes = image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
-        except OSError as error:
-            raise ImageError(str(error)) from None
+        content: bytes = image["bytes"] if image["bytes"] is not None else read_piece(Path(image["path"]))
         return content
 
 
@@ -49,7 +46,7 @@ def open_hugging_face(root: Path, split: Split) -> ImageSet:
     saved = (root / "dataset_dict.json").is_file()
     try:
         splits = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))
-    except Exception as error:  # noqa: BLE001 - a damaged file can raise anything of two libraries
+    except (OSError, datasets.exceptions.DatasetsError, *UNUSABLE) as error:
         raise InputError(f"'{root}' cannot be read as a Hugging Face data set: {error}") from None
     name = next((name for name in SPLIT_NAMES[split] if name in splits), None)
     if name is None:

@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -89,6 +90,16 @@ def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
     Images are mostly listed class by class, so the first `limit` would be of a few classes.
     """
     return np.linspace(0, count - 1, min(limit, count)).astype(np.int64)
+
+
+def read_piece(path: Path, start: int = 0, size: int = -1) -> bytes:
+    """`size` bytes of a file from `start` on, by default all; raise ImageError if it went away, or its disk did."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(size)
+    except OSError as error:
+        raise ImageError(str(error)) from None
 
 
 def encode_png(pixels: UInt8Array) -> bytes:

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.core.errors import InputError
-from vitx.core.preprocess import ImageError
-from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
+from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split, read_piece
 from vitx.data.whole_tar import WholeTarInfo, check_only_zeros
 
 CLASS_NAMES_FILE = "classnames.txt"
@@ -33,12 +32,7 @@ class TarReader:
     size: npt.NDArray[np.int64]
 
     def __call__(self, index: int) -> bytes:
-        try:
-            with self.files[int(self.file_index[index])].open("rb") as file:
-                file.seek(int(self.start[index]))
-                return file.read(int(self.size[index]))
-        except OSError as error:
-            raise ImageError(str(error)) from None
+        return read_piece(self.files[int(self.file_index[index])], int(self.start[index]), int(self.size[index]))
 
 
 class _Sample(NamedTuple):
@@ -76,7 +70,7 @@ def open_shards(data: str, split: Split) -> ImageSet:
     names = _class_names(data, shards[0].parent)
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
     if labels.max() >= len(names):
-        raise InputError(f"'{data}' has labels up to {labels.max()} but {len(names)} class names")
+        raise InputError(f"'{data}' has labels from {labels.min()} to {labels.max()} but {len(names)} class names")
     places = np.array([(sample.shard, sample.start, sample.size) for sample in samples], dtype=np.int64)
     return ImageSet(
         name=data,

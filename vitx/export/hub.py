@@ -34,10 +34,10 @@ TOLERANCE = 1e-5
 
 def check_hub_folder(out: Path) -> None:
     """Raise InputError when `out` holds something else than a network in this layout: all of it is replaced."""
-    check_folder(out)
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if found and CONFIG not in found:
+    if out.is_file() or (found and CONFIG not in found):
         raise InputError(f"--hub {out} exists and holds no {CONFIG}: choose another folder")
+    check_folder(out)
     if others := [name for name in found if name not in (CONFIG, WEIGHTS, CARD)]:
         raise InputError(
             f"--hub {out} is replaced whole, and holds {others[0]} too: choose another folder, and copy its files there"

@@ -9,13 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import UNUSABLE, InputError, first_line, unknown_name
 from vitx.core.options import Checkpoint
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, weights_file
-from vitx.models.public_checkpoint import first_line
-
-# What a network raises for a value that it cannot use is its own choice.
-UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def build_model(spec: ModelSpec) -> nn.Module:

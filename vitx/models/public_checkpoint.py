@@ -1,6 +1,7 @@
 """Loading published checkpoints: DeepViT's, DeiT's and timm's own, whose tensors all have timm's names."""
 
 import pickle
+import struct
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_line
 from vitx.core.files import write_bytes
 from vitx.core.run import ModelSpec
 from vitx.models.recalibration import set_closed_form_means
@@ -129,11 +130,6 @@ def _hub_answers() -> bool:
     return bool(answers)
 
 
-def first_line(error: Exception) -> str:
-    """What an error says first, or its name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint file by name; wrappers (`model`, `state_dict`, `module.`) are taken off.
 
@@ -158,7 +154,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}; save its tensors "
             "alone where it was made: torch.save(model.state_dict(), FILE)"
         ) from None
-    except Exception as error:  # noqa: BLE001 - the unpickler of a damaged file can raise anything
+    except (EOFError, struct.error, *UNUSABLE) as error:
         raise InputError(f"'{path}' is not a checkpoint: {first_line(error)}") from None
     for container in CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(container), dict):

@@ -12,7 +12,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, Manifest, output_file, output_tensor
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line
 from vitx.core.machine import local_gpus, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
@@ -131,12 +131,12 @@ class OnnxRuntimeSession(Session):
             if providers[0] == _CPU and "bf16" in (self._manifest.precision, self._manifest.base):
                 raise EnvironmentMissing(
                     f"'{self._manifest.name}' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU "
-                    f"({_first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
+                    f"({first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
                 ) from None
             what = f"{MODEL} with {', '.join(self.outputs)}" if isinstance(graph, bytes) else graph
             raise InputError(f"ONNX Runtime cannot load {what}: {error}") from None
         except (RuntimeError, ValueError) as error:  # a provider's libraries are missing
-            raise EnvironmentMissing(f"ONNX Runtime cannot use {providers[0][0]}: {_first_line(error)}") from None
+            raise EnvironmentMissing(f"ONNX Runtime cannot use {providers[0][0]}: {first_line(error)}") from None
 
     def _tensorrt_provider(self, engine_cache: Path) -> Provider:
         precision = self._manifest.precision
@@ -260,10 +260,6 @@ def _preload_libraries(*, tensorrt: bool) -> None:
             importlib.import_module("tensorrt")
         except (ImportError, OSError):
             return  # the system's loader may still find TensorRT
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _choose_device(device: Device) -> str:

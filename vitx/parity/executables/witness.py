@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vitx.core.bundle import WITNESS, Bundle
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, InputError, first_line
 from vitx.core.files import Record, sha256_bytes, write_bytes
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
@@ -104,7 +104,7 @@ def read_witness(bundle: Bundle) -> Witness | None:
             info = WitnessInfo.model_validate_json((file.metadata() or {}).get(_METADATA, ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, ValidationError) as error:
-        raise InputError(f"{path} is no witness set: {_first_line(error)}; export the bundle again") from None
+        raise InputError(f"{path} is no witness set: {first_line(error)}; export the bundle again") from None
     widths = {str(spec.name): spec.shape[1:] for spec in bundle.manifest.outputs}
     expected = {**_TENSORS, **dict.fromkeys(widths, "float32")}
     if {name: str(tensor.dtype) for name, tensor in tensors.items()} != expected:
@@ -164,7 +164,3 @@ def _check(path: Path, witness: Witness) -> None:
     finite = np.isfinite(logits).all() and all(np.isfinite(values).all() for values in witness.outputs.values())
     if not (0 <= info.census <= count <= info.population and finite and info.logit_std >= 0):
         raise InputError(f"{path} is no witness set: {count} images of {info.population}, {info.census} by margin")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

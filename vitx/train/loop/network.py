@@ -8,11 +8,10 @@ from timm.layers import DropPath
 from torch import nn
 
 from vitx.core.console import log
-from vitx.core.errors import InputError
+from vitx.core.errors import UNUSABLE, InputError, first_line
 from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.models import build_model
-from vitx.models.build import UNUSABLE
-from vitx.models.public_checkpoint import first_line, load_public_checkpoint, published_model
+from vitx.models.public_checkpoint import load_public_checkpoint, published_model
 from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
 from vitx.train.losses.objective import check_model
 from vitx.train.recipes.optimization_settings import Execution
@@ -49,13 +48,12 @@ def build_network(recipe: Recipe, spec: ModelSpec) -> nn.Module:
 
 def _check_forward(model: nn.Module, name: str, size: int) -> None:
     """Raise InputError for a network that cannot take images of `size`, which not every constructor looks at."""
-    training = model.training
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, size, size))
     except UNUSABLE as error:
         raise InputError(f"model '{name}' fails on an image of {size} px: {first_line(error)}") from None
-    model.train(training)
+    model.train()
 
 
 def drop_path_rates(model: nn.Module) -> dict[DropPath, float]:
