@@ -41,8 +41,8 @@ def _settings(record: type[Record], prefix: str) -> Iterator[Setting]:
         key = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
         bounds = [
             f"{sign} {getattr(one, end):g}"
-            for one in field.metadata
             for end, sign in BOUNDS.items()
+            for one in field.metadata
             if hasattr(one, end)
         ]
         yield Setting(
