@@ -1,5 +1,6 @@
 """A bundle is opened only whole, and served only with a certificate of its own files."""
 
+import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,15 @@ def test_every_file_of_the_manifest_is_verified(bundle: Bundle) -> None:
         Bundle.open(bundle.path)
     (bundle.path / "engines" / "a.plan").unlink()
     with pytest.raises(InputError, match=r"a\.plan is missing: the folder is incomplete, make or copy it again"):
+        Bundle.open(bundle.path)
+
+
+@pytest.mark.parametrize("size", [-5, 7, "12", 1e3, 2**63])
+def test_a_size_is_that_of_the_file(bundle: Bundle, size: object) -> None:
+    manifest = json.loads((bundle.path / MANIFEST).read_bytes())
+    manifest["files"][MODEL]["size"] = size
+    write_json(bundle.path / MANIFEST, manifest)
+    with pytest.raises(InputError, match=r"model\.onnx has \d+ bytes: manifest\.json says 7|files\.model\.onnx\.size"):
         Bundle.open(bundle.path)
 
 

@@ -114,6 +114,18 @@ def test_impossible_numbers_are_refused() -> None:
             CheckpointState(epoch=epoch, step=step, best_metric=0.0, best_epoch=0, sha256={})
 
 
+def test_as_many_class_names_as_classes() -> None:
+    with pytest.raises(ValueError, match="3 class names of 2 classes"):
+        RunInfo(**{**dict(INFO), "class_names": ("a", "b", "c")})
+
+
+def test_weights_without_a_digest_are_refused(run: RunFolder) -> None:
+    path = run.checkpoint("best")[0] / "state.json"
+    write_json(path, run.checkpoint("best")[1].model_copy(update={"sha256": {}}))
+    with pytest.raises(InputError, match=r"state\.json lists no sha256 of 'model\.safetensors'"):
+        run.checkpoint("best")
+
+
 def test_raw_names_the_trained_weights_of_the_same_checkpoint(run: RunFolder) -> None:
     folder, state = run.checkpoint("last-raw")
     assert (folder, state) == run.checkpoint("last")

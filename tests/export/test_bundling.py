@@ -166,6 +166,40 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.model.state_dict().items())
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_classifier_that_no_weights_were_given_for_gets_no_certificate(tmp_path: Path, vitx: Vitx) -> None:
+    model = build_model(ModelSpec(name="deit_digits", num_classes=7))
+    save_file(model.state_dict(), tmp_path / "seven.safetensors")
+    given = ("model:deit_digits", "--weights", tmp_path / "seven.safetensors", "--data", "digits", "--quiet")
+    lacks = "has no weights for 10 classes: head.bias, head.weight would stay random"
+    code, _, errors = vitx("export", *given, "--out", tmp_path / "a.vitx")
+    assert (code, [path.name for path in tmp_path.iterdir()]) == (2, ["seven.safetensors"])
+    assert lacks in errors
+    code, _, errors = vitx("export", *given, "--uncertified", "--out", tmp_path / "a.vitx")
+    assert code == 0
+    assert f"warning: 'model:deit_digits' {lacks}" in errors
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "named"),
+    [
+        ("t.vitx", ("--triton", "t.vitx"), "--out 't.vitx' and --triton 't.vitx/t'"),
+        ("t", ("--triton", "."), "--out 't' and --triton 't'"),
+        ("t.vitx", ("--hub", "t.vitx/hub"), "--out 't.vitx' and --hub 't.vitx/hub'"),
+        ("d/t.vitx", ("--hub", "d"), "--out 'd/t.vitx' and --hub 'd'"),
+        ("o.vitx", ("--hub", "D", "--triton", "D"), "--hub 'D' and --triton 'D/o'"),
+    ],
+)
+def test_what_an_export_writes_lies_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitx: Vitx, out: str, options: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = ("model:deit_digits", "--weights", "random", "--uncertified", "--quiet")
+    code, _, errors = vitx("export", *source, "--out", out, *options)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert f"{named} would be in one another" in errors
+
+
 def test_a_network_without_published_weights_says_so() -> None:
     with pytest.raises(InputError, match="give the weights of 'deit_digits' with --weights FILE"):
         SourceRequest("model:deit_digits").load()

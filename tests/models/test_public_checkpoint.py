@@ -1,6 +1,7 @@
 """Published checkpoints: their keys, what does not fit, and files that are no checkpoints."""
 
 import dataclasses
+import os
 import pickle
 from pathlib import Path
 from threading import Event
@@ -136,6 +137,36 @@ def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "code of the file" not in capsys.readouterr().out
 
 
+def test_a_blocked_function_is_named_without_the_advice_to_run_it(tmp_path: Path) -> None:
+    class Blocked:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.system, ("true",))
+
+    torch.save({"model": Blocked()}, tmp_path / "evil.pth")
+    with pytest.raises(InputError) as caught:
+        read_weights(tmp_path / "evil.pth")
+    assert "system" in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("pos_embed", torch.tensor(1.0)),
+        ("pos_embed", torch.zeros(17, 64)),
+        ("pos_embed", torch.zeros(1, 0, 64)),
+        ("pos_embed", torch.zeros(1, 17, 64, dtype=torch.complex64)),
+        ("patch_embed.proj.weight", torch.tensor(0.0)),
+        ("pos_embed", torch.zeros(1, 65, 64, device="meta")),
+        ("head.weight", torch.zeros(10, 64).to_sparse()),
+    ],
+)
+def test_tensors_that_cannot_be_used_are_one_error(tmp_path: Path, key: str, value: torch.Tensor) -> None:
+    torch.save({**network().state_dict(), key: value}, tmp_path / "odd.pth")
+    with pytest.raises(InputError, match=r"odd\.pth' (is of another|holds no dictionary of plain|cannot be interp)"):
+        load_public_checkpoint(network(), tmp_path / "odd.pth")
+
+
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", pickle.dumps([1, 2, 3])])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_no_checkpoint_at_all(tmp_path: Path, content: bytes, suffix: str) -> None:
@@ -160,7 +191,7 @@ def test_averaged_weights_come_before_the_others(tmp_path: Path) -> None:
         assert read_weights(path)["w"].item() == first
     torch.save({"model": "deit", "w": torch.ones(2), "module.module.b": torch.zeros(1)}, path)
     with pytest.raises(
-        InputError, match=r"holds no dictionary of tensors, nor one under state_dict_ema, model_ema, model"
+        InputError, match=r"holds no dictionary of plain tensors, nor one under state_dict_ema, model_ema, model"
     ):
         read_weights(path)
     torch.save({"w": torch.ones(2), "module.module.b": torch.zeros(1), "a.module.c": torch.zeros(1)}, path)
@@ -170,7 +201,7 @@ def test_averaged_weights_come_before_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [{}, {"state_dict": {}}, {"w": torch.ones(1), "epoch": 3}, [torch.ones(1)]])
 def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "checkpoint.pth")
-    with pytest.raises(InputError, match=r"checkpoint\.pth' holds no dictionary of tensors, nor one under"):
+    with pytest.raises(InputError, match=r"checkpoint\.pth' holds no dictionary of plain tensors, nor one under"):
         read_weights(tmp_path / "checkpoint.pth")
 
 

@@ -258,8 +258,16 @@ def test_published_weights_are_asked_for_with_the_arguments(monkeypatch: pytest.
         return nn.Linear(2, 2)
 
     monkeypatch.setattr(timm, "create_model", create)
-    SourceRequest("model:deit_digits?depth=1").load()
+    assert SourceRequest("model:deit_digits?depth=1").load().random == ()
     assert made[-1] == {"name": "deit_digits", "pretrained": True, "num_classes": 10, "depth": 1}
+
+
+def test_a_classifier_that_was_not_published_is_random_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: nn.Linear(2, options["num_classes"]))
+    request = SourceRequest("model:deit_digits?num_classes=3")
+    first, second = request.load(), request.load()
+    assert first.random == second.random == ("its classifier",)
+    assert first.checkpoint_sha256 == second.checkpoint_sha256
 
 
 def test_a_size_that_is_not_square_is_refused() -> None:
@@ -343,6 +351,7 @@ def test_a_run_is_stated_with_the_digest_of_the_weights_that_are_used(
         "checkpoint_sha256": "averaged" if averaged else "raw",
         "recipe": "mine",
         "metrics": {"top1": 0.5},
+        "random": (),
     }
     assert isinstance(found, Source)
 

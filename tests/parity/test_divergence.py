@@ -23,6 +23,7 @@ from vitx.export.graph.execution import logits_of
 from vitx.export.precision.acceptance import Bounds
 from vitx.export.precision.calibration import sample_images
 from vitx.export.precision.half import HALVES, HalfGraph
+from vitx.models import image_tensor
 from vitx.models.layer_metrics import layer_metrics
 from vitx.parity.divergence import compare_token_similarity, node_errors, overflow_text, repair, trace_layers
 
@@ -77,8 +78,6 @@ def test_other_rewrites_line_up(network: Any, plain_graph: onnx.ModelProto, imag
 
 
 def test_cos_sim_is_that_of_layer_metrics(network: Any, graph: onnx.ModelProto, images: UInt8Array) -> None:
-    from vitx.models import image_tensor
-
     found = compare_token_similarity(network, PREPROCESSING, graph, images)
     with layer_metrics(network) as metrics, torch.inference_mode():
         network(image_tensor(images, PREPROCESSING.mean, PREPROCESSING.std))
@@ -88,6 +87,19 @@ def test_cos_sim_is_that_of_layer_metrics(network: Any, graph: onnx.ModelProto, 
         {name: expected[name] for name in ("blocks.0", "blocks.1")}, abs=1e-6
     )
     assert found.candidate == pytest.approx(found.reference, abs=1e-5)
+
+
+def test_cos_sim_of_cait_counts_every_patch(images: UInt8Array, tmp_path: Path) -> None:
+    """Its class token comes behind the blocks, so that what goes through them are patches alone."""
+    size: dict[str, Any] = {"img_size": PREPROCESSING.image_size, "patch_size": 8, "num_classes": 10}
+    torch.manual_seed(0)
+    cait: Any = timm.create_model("cait_xxs24_224", **size, embed_dim=24, depth=2, num_heads=2).eval()
+    with layer_metrics(cait) as metrics, torch.inference_mode():
+        cait(image_tensor(images, PREPROCESSING.mean, PREPROCESSING.std))
+    found = compare_token_similarity(cait, PREPROCESSING, exported(cait, tmp_path), images)
+    by_layer = dict(zip(found.layers, found.reference, strict=True))
+    expected = metrics.cos_sim.means()
+    assert {name: by_layer[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_transposed_weight_is_named(network: Any, images: UInt8Array, tmp_path: Path) -> None:

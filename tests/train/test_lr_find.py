@@ -16,7 +16,9 @@ from vitx.train import lr_find as module
 from vitx.train.lr_find import FIRST_RATE, LAST_RATE, STEPS
 
 
-def curve_of(loss: Callable[[float], float]) -> list[tuple[float, float]]:
+def curve_of(
+    loss: Callable[[float], float], others: Callable[[float], list[float]] = lambda mine: []
+) -> list[tuple[float, float]]:
     """The curve of a trainer whose loss depends on the rate alone, and whose epochs have seven batches."""
     groups = [{"lr": 0.0}, {"lr": 0.0, "lr_scale": 0.5}]
 
@@ -29,6 +31,7 @@ def curve_of(loss: Callable[[float], float]) -> list[tuple[float, float]]:
         optimizer=SimpleNamespace(param_groups=groups),
         batches=lambda epoch: iter(range(7)),
         stepper=step,
+        processes=SimpleNamespace(gather=lambda mine: [mine, *others(mine)]),
     )
     return [*module._curve(trainer, quiet=True)]
 
@@ -39,6 +42,10 @@ def test_rates_grow_evenly_and_a_constant_loss_is_not_biased() -> None:
     assert [curve[0][0], curve[-1][0]] == pytest.approx([FIRST_RATE, LAST_RATE])
     assert curve[50][0] / curve[49][0] == pytest.approx(curve[1][0] / curve[0][0])
     assert [loss for _, loss in curve] == pytest.approx([2.0] * STEPS)
+
+
+def test_the_loss_is_that_of_all_processes() -> None:
+    assert [loss for _, loss in curve_of(lambda rate: 2.0, lambda mine: [2 * mine])] == pytest.approx([3.0] * STEPS)
 
 
 def test_a_loss_that_diverges_ends_the_test() -> None:

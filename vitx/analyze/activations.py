@@ -19,40 +19,29 @@ from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import ImageSet
 from vitx.models import image_tensor
 from vitx.models.attention_maps import attention_layers, attention_maps, mixes_heads
+from vitx.models.layer_metrics import tokens_before_patches
 
 EMBEDDING = "embedding"
 
 
 class Layout(NamedTuple):
-    """How a network's activations are laid out: tokens before the patches (class, distillation), and NHWC maps.
+    """How a network's activations are laid out: NHWC maps or not, and whether its tokens follow the image's rows."""
 
-    embedded: how many patches the embedding makes, 0 where it does not say. A stream of so many tokens has no others
-    yet: CaiT, XCiT and ConViT add the class token behind some blocks. in_rows: whether tokens follow the rows of the
-    image; Hiera's follow its windows.
-    """
-
-    prefix_tokens: int
+    model: nn.Module
     channels_last: bool
-    embedded: int = 0
-    in_rows: bool = True
+    in_rows: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
-        prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))  # the latter is PiT's
         # SwinV2-CR's blocks are NHWC too, and its attribute is of the whole network.
         nhwc = getattr(model, "output_fmt", "NCHW") == "NHWC" or isinstance(model, SwinTransformerV2Cr)
-        embedded = int(getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0)
-        return cls(prefix, nhwc, embedded, not isinstance(model, Hiera))
-
-    def before_patches(self, stream: Tensor) -> int:
-        """How many tokens of the stream (B, N, D) are no patches."""
-        return 0 if stream.shape[1] == self.embedded else self.prefix_tokens
+        return cls(model, nhwc, not isinstance(model, Hiera))  # whose tokens follow its windows
 
     def feature_map(self, stream: Tensor) -> Tensor | None:
         """The activation as a map (B, D, S, S); None where its patches form no square."""
         if stream.ndim == 3 and not self.in_rows:
             return None
-        return square_map(stream, self.before_patches(stream), channels_last=self.channels_last)
+        return square_map(stream, tokens_before_patches(self.model, stream), channels_last=self.channels_last)
 
     def patches(self, stream: Tensor) -> Tensor | None:
         """The patch tokens (B, n, D) of (B, N, D) or of a NHWC map; None for a NCHW map and for fewer than two."""
@@ -60,7 +49,7 @@ class Layout(NamedTuple):
             return stream.flatten(1, 2) if self.channels_last else None
         if stream.ndim != 3:
             return None
-        patches = stream[:, self.before_patches(stream) :]
+        patches = stream[:, tokens_before_patches(self.model, stream) :]
         return patches if patches.shape[1] > 1 else None
 
 

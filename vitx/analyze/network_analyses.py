@@ -48,6 +48,8 @@ def analyze_networks(
     for source in sources:
         source.model.to(device)
         log(f"analyze: {source.name}, {len(images)} images of {images.name}", quiet=quiet)
+        if source.lacks:
+            log(f"warning: {source.lacks}")
         analyses.append(analyze(source, images, metrics, options, cache=cache, report=report, quiet=quiet))
     shown = all("cka" in analysis.results for analysis in analyses)
     cka_between = _cka_between(sources, images, options, quiet=quiet) if shown else None

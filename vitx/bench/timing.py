@@ -112,16 +112,9 @@ def warm_up(lanes: Sequence[Lane], *, quiet: bool) -> None:
             log(f"bench: {lane.title} did not settle in {WARM_UP_WINDOWS} windows; read it with care", quiet=quiet)
 
 
-def take_turns(
-    lanes: Sequence[Lane],
-    seconds: float,
-    probes: Sequence[Probe] = (),
-    *,
-    turn_seconds: float = TURN_SECONDS,
-    quiet: bool,
-) -> None:
+def take_turns(lanes: Sequence[Lane], seconds: float, probes: Sequence[Probe] = (), *, quiet: bool) -> None:
     """Measure the lanes in rounds of one turn each, until every lane has had `seconds` and `MIN_CALLS` calls."""
-    turn = min(turn_seconds, seconds)
+    turn = min(TURN_SECONDS, seconds)
     with progress("bench", round(100 * seconds * len(lanes)), quiet=quiet) as bar:
         while waiting := [lane for lane in lanes if not lane.done(seconds)]:
             for lane in (*(probe.lane for probe in probes), *waiting):

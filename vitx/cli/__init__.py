@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitx import __version__
-from vitx.core.errors import VitxError, naming_extra
+from vitx.core.errors import FULL_DISK, VitxError, naming_extra
 
 
 class Verb(NamedTuple):
@@ -48,7 +48,6 @@ VERBS = {
 }
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # A path that was given, or a file below it, is at fault.
 _NOT_USABLE = (
     *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
@@ -141,7 +140,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         where = f" '{error.filename}'" if error.filename else ""
-        if error.errno in _FULL:
+        if error.errno in FULL_DISK:
             print(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged", file=sys.stderr)
             sys.exit(3)
         if error.errno not in _NOT_USABLE:

@@ -39,11 +39,14 @@ def command(
 ) -> None:
     """Train a recipe into a run folder; --resume continues a run that was stopped."""
     resolved, folder = _resolved(recipe, data, out, options, device)
+    from vitx.train.loop.distributed.processes import is_first_process
+
     if options.dry_run:
         from vitx.train.loop.dry_run import dry_run as take_some_steps
 
         found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
-        _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
+        if is_first_process():
+            _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
         return
     if options.lr_find:
         _find_rate(resolved, folder, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
@@ -108,9 +111,12 @@ def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, qui
 
 def _find_rate(resolved: "Recipe", folder: Path, *, as_json: bool, **choices: Any) -> None:
     from vitx.core.console import print_json, print_table
+    from vitx.train.loop.distributed.processes import is_first_process
     from vitx.train.lr_find import lr_find, rows
 
     found = lr_find(resolved, folder, **choices)
+    if not is_first_process():
+        return
     if as_json:
         print_json(found)
         return

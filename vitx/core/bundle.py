@@ -63,7 +63,7 @@ class FileEntry(Record):
     """One file of a bundle; size in bytes."""
 
     sha256: str
-    size: int
+    size: Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class TensorSpec(Record):
@@ -172,6 +172,9 @@ class Bundle:
             raise InputError(f"'{path}' is not a bundle: it has no {MANIFEST}")
         manifest = read_manifest(folder)
         verify_digests(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
+        for name, entry in manifest.files.items():
+            if (found := (folder / name).stat().st_size) != entry.size:
+                raise InputError(f"{folder / name} has {found} bytes: {MANIFEST} says {entry.size}, export it again")
         return cls(folder, manifest)
 
     @property

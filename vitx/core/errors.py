@@ -1,12 +1,14 @@
 """Errors that reach the user as one message: what was given, what was expected, what to do."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 LISTED_NAMES = 100  # of those that are known, where a name is not: timm alone has more than a thousand
 
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # or one that takes nothing
 # What a library raises for a value or a file that it cannot use is its own choice.
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -19,8 +21,6 @@ class VitxError(Exception):
 
 class CheckFailed(VitxError):
     """A check failed: parity, a digest, accuracy below its limit."""
-
-    exit_code = 1
 
 
 class InputError(VitxError, ValueError):
@@ -35,7 +35,7 @@ class EnvironmentMissing(VitxError):
     exit_code = 3
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says first, or its name."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 

@@ -15,6 +15,7 @@ _INSTRUCTION_SETS = (
     *("avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
+_FLAGS = "flags", "Features"  # the latter are ARM's
 # cuDeviceGetAttribute's CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 _MAJOR, _MINOR = 75, 76
 
@@ -86,20 +87,20 @@ def sums_int8_exactly(description: Path = Path("/proc/cpuinfo")) -> bool:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
-    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(_cpu_flags(description))
+    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(_of_first_core(description, *_FLAGS).split())
 
 
 @cache
-def cpu_architecture(description: Path = Path("/proc/cpuinfo")) -> str:
+def cpu_architecture() -> str:
     """This processor's machine name and the instruction sets that matter to a runtime: `x86_64 avx2 fma avx512f`."""
-    flags = _cpu_flags(description)
+    flags = _of_first_core(Path("/proc/cpuinfo"), *_FLAGS).split()
     return " ".join((platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags)))
 
 
-def _cpu_flags(description: Path) -> list[str]:
-    """The instruction sets of the first core; empty where the system has no such file. ARM calls them features."""
+def _of_first_core(description: Path, *names: str) -> str:
+    """What is said of the first core under one of these names; empty where the system has no such file."""
     lines = description.read_text().splitlines() if description.is_file() else []
-    return next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 @cache
@@ -125,12 +126,7 @@ def usable_cores() -> int:
 
 def _processor() -> str:
     # platform.processor() is empty on many Linux distributions, or says x86_64.
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _of_first_core(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
 
 
 def installed_versions() -> dict[str, str]:

@@ -75,7 +75,8 @@ DRAFT_MARGIN = 2
 # Above 1 the image is resized to less than the square and padded: timm's VOLO networks are evaluated at 1.15.
 MAX_CROP_FRACTION = 2
 
-Positive = Annotated[float, Field(gt=0)]
+Mean = Annotated[float, Field(ge=-255, le=255)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ImageError(InputError):
@@ -120,7 +121,7 @@ class Preprocessing(Record):
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = Field(
         default="bicubic", description="of the resizing, antialiased"
     )
-    mean: Triple = Field(default=HALF, description="of the channels, on the scale 0 to 1: subtracted")
+    mean: tuple[Mean, Mean, Mean] = Field(default=HALF, description="of the channels, on the scale 0 to 1: subtracted")
     std: tuple[Positive, Positive, Positive] = Field(default=HALF, description="of the channels: divided by")
 
     @property

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record, sha256_file
@@ -39,6 +39,12 @@ class RunInfo(Record):
     preprocessing: Preprocessing
     data: str
     seed: int
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.class_names) != self.model.num_classes:
+            raise ValueError(f"{len(self.class_names)} class names of {self.model.num_classes} classes")
+        return self
 
 
 class CheckpointState(Record):
@@ -107,6 +113,8 @@ class RunFolder:
         if not (folder / "state.json").is_file():
             raise InputError(f"run '{self.path}' has no '{which}' checkpoint yet")
         state = read_record(folder / "state.json", CheckpointState)
+        if (weights := weights_file(which, state)) not in state.sha256:
+            raise InputError(f"{folder / 'state.json'} lists no sha256 of '{weights}': copy the run again")
         verify_digests(folder, state.sha256)
         return folder, state
 

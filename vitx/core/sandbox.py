@@ -23,8 +23,6 @@ _POLL_SECONDS = 0.1
 class ConversionCrashed(VitxError):
     """The process of a conversion died, exceeded a limit, or raised an unexpected exception."""
 
-    exit_code = 1
-
 
 def run_limited(
     title: str,

@@ -97,7 +97,7 @@ def export_bundle(
             seconds=options.seconds,
             memory_gib=options.memory_gib,
         )
-        _warn_untrained(traced)
+        _check_trained(traced, certified=plan is not None)
         lowered = _lower(graph, traced.source, options, plan, quiet=quiet)
         if options.for_ == "cpu":
             lowered = _with_int8_candidate(graph, lowered, traced.source, options, plan, quiet=quiet)
@@ -262,7 +262,12 @@ def _manifest(name: str, traced: Traced, options: ExportOptions, lowered: Lowere
     )
 
 
-def _warn_untrained(traced: Traced) -> None:
+def _check_trained(traced: Traced, *, certified: bool) -> None:
+    """Warn of layers that were never trained; raise InputError where a random classifier would get a certificate."""
+    if lacks := traced.source.lacks:
+        if certified:
+            raise InputError(f"{lacks}; train it first, or say --uncertified if only its features are wanted")
+        log(f"warning: {lacks}")
     if traced.untrained:
         log(
             f"warning: {len(traced.untrained)} BatchNorm layers never saw a batch, the first is "

@@ -56,9 +56,10 @@ def attention_maps(
             if stage == "mixed" and isinstance(layer, HeadMixAttention):
                 _watch_mixed(name, layer, of, collected, restore)
             elif stage == "softmax" and isinstance(layer, TalkingHeadAttn):
-                _watch_cait(name, layer, of, collected, restore)
-            else:
-                _watch_softmax(name, layer, of, collected, restore)
+                # What enters its mix, with heads last: (B, N, N, H).
+                _watch_input(name, layer.proj_w, lambda maps: of(maps.movedim(-1, 1)), collected, restore)
+            else:  # before the dropout, which in timm's CaiT stands behind the mix
+                _watch_input(name, layer.attn_drop, of, collected, restore)
         yield collected
 
 
@@ -68,26 +69,13 @@ def _unfuse(layer: Any, restore: ExitStack) -> None:
         restore.callback(setattr, layer, "fused_attn", True)
 
 
-def _watch_softmax(
-    name: str, layer: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
+def _watch_input(
+    name: str, module: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
 ) -> None:
-    """What enters the dropout are the softmax maps (in timm's CaiT the mixed ones, as it mixes before dropout)."""
-
-    def keep(_dropout: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         collected[name] = of(inputs[0])
 
-    restore.callback(layer.attn_drop.register_forward_pre_hook(keep).remove)
-
-
-def _watch_cait(
-    name: str, layer: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
-) -> None:
-    """The softmax maps of timm's talking heads are what enters `proj_w`, the mix, with heads last: (B, N, N, H)."""
-
-    def keep(_mix: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        collected[name] = of(inputs[0].movedim(-1, 1))
-
-    restore.callback(layer.proj_w.register_forward_pre_hook(keep).remove)
+    restore.callback(module.register_forward_pre_hook(keep).remove)
 
 
 def _watch_mixed(

@@ -41,12 +41,9 @@ def layer_metrics(model: nn.Module) -> Iterator[LayerMetrics]:
     A network without such blocks, or without observable attention, leaves the metrics empty. Everything is restored.
     """
     metrics = LayerMetrics()
-    prefix_tokens = getattr(model, "num_prefix_tokens", 0)
-    # A block with so many tokens has patches alone: CaiT, XCiT and ConViT add the class token behind some blocks.
-    embedded = getattr(getattr(model, "patch_embed", None), "num_patches", None)
     with ExitStack() as restore:
         for index, block in enumerate(getattr(model, "blocks", ())):
-            hook = _similarity_hook(metrics.cos_sim, f"blocks.{index}", prefix_tokens, embedded)
+            hook = _similarity_hook(metrics.cos_sim, f"blocks.{index}", model)
             restore.callback(block.register_forward_hook(hook).remove)
         if attention_layers(model):
             collected = restore.enter_context(attention_maps(model, of=_std_and_images))
@@ -54,11 +51,18 @@ def layer_metrics(model: nn.Module) -> Iterator[LayerMetrics]:
         yield metrics
 
 
-def _similarity_hook(means: LayerMeans, layer: str, prefix_tokens: int, embedded: int | None) -> Callable[..., None]:
+def tokens_before_patches(model: nn.Module, stream: Tensor) -> int:
+    """How many tokens of a stream (B, N, D) are no patches: CaiT, XCiT and ConViT add theirs behind some blocks."""
+    if stream.shape[1] == getattr(getattr(model, "patch_embed", None), "num_patches", None):
+        return 0
+    return int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))  # the latter is PiT's
+
+
+def _similarity_hook(means: LayerMeans, layer: str, model: nn.Module) -> Callable[..., None]:
     def hook(_block: nn.Module, _inputs: Any, tokens_BND: Any) -> None:
         if not isinstance(tokens_BND, Tensor) or tokens_BND.ndim != 3:  # TNT's blocks give two streams
             return
-        patches_BnD = tokens_BND[:, 0 if tokens_BND.shape[1] == embedded else prefix_tokens :].float()
+        patches_BnD = tokens_BND[:, tokens_before_patches(model, tokens_BND) :].float()
         if patches_BnD.shape[1] > 1:
             means.add(layer, token_similarity(patches_BnD).item(), len(tokens_BND))
 

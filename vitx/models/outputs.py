@@ -102,7 +102,7 @@ def recorded_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callabl
                 restore.callback(layer.register_forward_pre_hook(_keep(features, index)).remove)
         maps: dict[str, Tensor] = {}
         looks = [name for name in names if name != "embedding"]
-        pooled = pooled_tokens(model) if looks else None
+        pooled: Any = pooled_tokens(model) if looks else None
         if looks:
             maps = restore.enter_context(attention_maps(model, stage="softmax"))
 
@@ -125,17 +125,15 @@ def _keep(features: dict[int, Tensor], index: int) -> Callable[[nn.Module, tuple
     return keep
 
 
-def _attention(maps_BHNN: Tensor, pooled: PooledTokens | None) -> Tensor:
-    assert pooled is not None
+def _attention(maps_BHNN: Tensor, pooled: PooledTokens) -> Tensor:
     return maps_BHNN[:, :, pooled.start : pooled.stop].mean(dim=(1, 2))[:, pooled.prefix :]
 
 
-def attention_rollout(maps: Sequence[Tensor], pooled: PooledTokens | None) -> Tensor:
+def attention_rollout(maps: Sequence[Tensor], pooled: PooledTokens) -> Tensor:
     """The rollout (B, P) of every block's softmax maps (B, H, N, N), first block first.
 
     Raises InputError for maps that are not of all tokens.
     """
-    assert pooled is not None
     tokens = pooled.prefix + pooled.patches
     if len(maps) < pooled.blocks or any(each.shape[-2:] != (tokens, tokens) for each in maps):
         raise InputError(

@@ -69,8 +69,11 @@ def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
     weights = read_weights(Path(path))
     expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     original = {key: tuple(value.shape) for key, value in weights.items()}
-    if "pos_embed" in expected and "pos_embed" in original and expected["pos_embed"][2] == original["pos_embed"][2]:
-        weights = checkpoint_filter_fn(weights, model)  # type: ignore[arg-type]  # any of timm's ViT-like networks
+    if "pos_embed" in expected.keys() & original.keys() and expected["pos_embed"][2:] == original["pos_embed"][2:]:
+        try:
+            weights = checkpoint_filter_fn(weights, model)  # type: ignore[arg-type]  # any of timm's ViT-like networks
+        except UNUSABLE as error:
+            raise InputError(f"the positions of '{path}' cannot be interpolated: {first_line(error)}") from None
     usable = {key: value for key, value in weights.items() if not _other_classes(key, value, expected)}
     found = {key: tuple(value.shape) for key, value in usable.items()}
     _require_same_architecture(Path(path), expected, found)
@@ -85,6 +88,12 @@ def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
         unexpected=tuple(sorted(weights.keys() - usable.keys() | (found.keys() - expected.keys()))),
         resized=resized,
     )
+
+
+def load_whole_checkpoint(model: nn.Module, path: Path) -> None:
+    """As `load_public_checkpoint`; raise InputError for a file without a classifier of the network's classes too."""
+    if missing := load_public_checkpoint(model, path).missing:
+        raise InputError(f"'{path}' has no classifier for these classes: {', '.join(missing)} would stay random")
 
 
 def published_model(spec: ModelSpec, remedy: str) -> nn.Module:
@@ -148,8 +157,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore", UserWarning)
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # What torch says before this advises to run the file's code.
-        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0].partition(". Please")[0]
+        # Around this torch advises to run the file's code.
+        lines = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines()
+        reason = next((line for line in lines if "GLOBAL" in line), lines[0]).partition(". Please")[0].rstrip(".")
         raise InputError(
             f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}; save its tensors "
             "alone where it was made: torch.save(model.state_dict(), FILE)"
@@ -160,9 +170,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if isinstance(content, dict) and isinstance(content.get(container), dict):
             content = content[container]
             break
-    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        raise InputError(f"'{path}' holds no dictionary of tensors, nor one under {', '.join(CONTAINERS)}")
+    if not isinstance(content, dict) or not content or not all(map(_is_plain, content.values())):
+        raise InputError(f"'{path}' holds no dictionary of plain tensors, nor one under {', '.join(CONTAINERS)}")
     return {str(key).removeprefix("module."): value for key, value in content.items()}
+
+
+def _is_plain(value: object) -> bool:
+    """A tensor with real numbers of its own: not sparse, quantised, complex, or without its values ("meta")."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_quantized or value.is_complex() or value.is_meta)
 
 
 def classes_in(path: Path) -> int:

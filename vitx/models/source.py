@@ -28,7 +28,10 @@ PREFIX = "model:"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """Everything a bundle states about its network, without the network."""
+    """Everything a bundle states about its network, without the network.
+
+    random: the entries of its classifier that no weights were given for, unless random ones were asked for.
+    """
 
     name: str
     spec: ModelSpec
@@ -39,6 +42,13 @@ class SourceInfo:
     checkpoint_sha256: str
     recipe: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    random: tuple[str, ...] = ()
+
+    @property
+    def lacks(self) -> str:
+        """That its classifier is random, if it is."""
+        names, count = ", ".join(self.random), len(self.class_names)
+        return names and f"'{self.name}' has no weights for {count} classes: {names} would stay random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,20 +215,23 @@ def _source_from_model(request: SourceRequest) -> Source:
     arguments = request.arguments
     class_names = _class_names(request, config.num_classes, arguments.pop("num_classes", None))
     spec = ModelSpec(name=request.network, num_classes=len(class_names), kwargs=arguments)
-    model = _weighted(spec, request.weights).eval()
+    model, random = _weighted(spec, request.weights)
+    if request.weights == "pretrained" and config.num_classes != spec.num_classes:
+        random = ("its classifier",)
     if "img_size" in arguments:
         size = arguments["img_size"]
         height, width = size if isinstance(size, list) else (size, size)
         config = replace(config, input_size=(3, height, width))
     return Source(
         name=request.target,
-        model=model,
+        model=model.eval(),
         spec=spec,
         class_names=class_names,
         preprocessing=preprocessing_of(config),
         data=request.data or "",
         checkpoint=request.weights,
         checkpoint_sha256=_weights_digest(model),
+        random=random,
     )
 
 
@@ -257,15 +270,13 @@ def preprocessing_of(config: Any) -> Preprocessing:
     )
 
 
-def _weighted(spec: ModelSpec, weights: str) -> nn.Module:
-    if weights == "pretrained":
-        return _pretrained(spec)
+def _weighted(spec: ModelSpec, weights: str) -> tuple[nn.Module, tuple[str, ...]]:
+    """The network, and the entries that a file of weights lacks."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # "random" is the same network in every process
-        model = _built(spec)
-    if weights != "random":
-        load_public_checkpoint(model, Path(weights))
-    return model
+        torch.manual_seed(0)  # what is random is the same in every process
+        model = _pretrained(spec) if weights == "pretrained" else _built(spec)
+    missing = () if weights in ("pretrained", "random") else load_public_checkpoint(model, Path(weights)).missing
+    return model, missing
 
 
 def _built(spec: ModelSpec) -> nn.Module:

@@ -33,6 +33,7 @@ from vitx.export.precision.acceptance import Agreement, Bounds, agreement_of
 from vitx.export.precision.half import HALVES, LARGEST, cpu_twin
 from vitx.export.precision.lower import LowerPrecision, lower_precision
 from vitx.models import image_tensor
+from vitx.models.layer_metrics import tokens_before_patches
 from vitx.models.similarity import token_similarity
 
 LOGITS = "logits"
@@ -136,7 +137,7 @@ def trace_layers(
     for chunk, found in _tensors_of(graph_on_cpu(graph, precision), network.names, images, fused=precision != "fp8"):
         expected = network.tensors(chunk)
         for name, value in found.items():
-            sums[name].add(expected[name], value, network.prefix_tokens)
+            sums[name].add(expected[name], value, tokens_before_patches(model, expected[name]))
         if own:
             for before, name in pairwise(network.names):
                 sums[name].add_own(network.output(name, found[before]), found[name])
@@ -257,9 +258,8 @@ class _ErrorSums:
     """Sums over batches of a layer's squared error and squared norm, and the mean CosSim of its patch tokens."""
 
     squared_error: float = 0.0
-    squared_own: float = 0.0
+    squared_own: float | None = None
     squared_norm: float = 0.0
-    measured_own: bool = False
     images: int = 0
     similarity: tuple[float, float] | None = None
 
@@ -289,12 +289,11 @@ class _ErrorSums:
     def add_own(self, exact: Tensor | None, found: Tensor) -> None:
         """Add a batch. exact: the network's layer on the input of the candidate's; None if it cannot be run alone."""
         if exact is not None:
-            self.measured_own = True
-            self.squared_own += _squared(found.double() - exact[:, : found.shape[1]])
+            self.squared_own = (self.squared_own or 0.0) + _squared(found.double() - exact[:, : found.shape[1]])
 
     def result(self, name: str) -> LayerError:
         reference, candidate = self.similarity or (None, None)
-        own = _ratio(self.squared_own, self.squared_norm) if self.measured_own else None
+        own = None if self.squared_own is None else _ratio(self.squared_own, self.squared_norm)
         return LayerError(name, self.error, own, reference, candidate)
 
 
@@ -315,7 +314,6 @@ class _Network:
         self.preprocessing = preprocessing
         blocks: Any = model.blocks
         self.blocks: list[nn.Module] = list(blocks)
-        self.prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
 
     @torch.inference_mode()
     def tensors(self, images: UInt8Array) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
 """How `vitx export` certifies its bundle, and how many images that will take."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,17 @@ def export_certified(
     request = source_request(target, options, weights)
     if request.is_model and options.data is None and not options.uncertified:
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
-    if options.hub is not None:
-        check_hub_folder(options.hub)
     if options.sign is not None:
         check_private_key(options.sign)
     out = Path(out or (f"{request.network}.vitx" if request.is_model else f"{target}.vitx"))
+    written = {"--out": out}
+    if options.hub is not None:
+        check_hub_folder(options.hub)
+        written["--hub"] = options.hub
     if options.triton is not None:
-        check_triton_model(options.triton / bundle_name(out))
+        written["--triton"] = options.triton / bundle_name(out)
+        check_triton_model(written["--triton"])
+    _require_apart(written)
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 
     runtimes = (*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ()))
@@ -77,6 +82,14 @@ def export_certified(
     if options.hub is not None:
         log(f"export: '{write_hub_folder(request, bundle, options.hub)}' is a folder for timm", quiet=quiet)
     return bundle
+
+
+def _require_apart(written: Mapping[str, Path]) -> None:
+    """Raise InputError where one of these folders would be, hold or lie in another: it would damage it."""
+    for (one, here), (other, there) in combinations(written.items(), 2):
+        first, second = here.resolve(), there.resolve()
+        if first.is_relative_to(second) or second.is_relative_to(first):
+            raise InputError(f"{one} '{here}' and {other} '{there}' would be in one another: choose folders apart")
 
 
 def source_request(target: str, options: ExportOptions, weights: str) -> SourceRequest:

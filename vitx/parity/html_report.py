@@ -1,6 +1,5 @@
 """`vitx parity --report`: one HTML file that loads nothing else, with verdict, numbers, flips, and plots by layer."""
 
-import base64
 import html
 import io
 import math
@@ -11,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from vitx.core.certificate import Certificate, Flip
-from vitx.core.page import page
+from vitx.core.page import data_url, page
 from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import ImageSet
 
@@ -140,7 +139,7 @@ def _thumbnail(images: ImageSet, row: int, preprocessing: Preprocessing) -> str:
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_url(buffer.getvalue())
 
 
 _COLOURS = ("#1f6feb", "#d1660a", "#2da44e", "#8250df")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from vitx.core.console import progress
@@ -40,7 +41,7 @@ def lr_find(
     if lowest == 0:
         raise CheckFailed(f"the loss falls at no rate from {FIRST_RATE:g} on: look at the data and the other settings")
     best, settings = curve[lowest][0], recipe.optimizer
-    scale = settings.lr_base_size / recipe.batch_size if settings.lr_base_size else 1.0
+    scale = settings.lr_base_size / trainer.data.batch_size if settings.lr_base_size else 1.0
     return {
         "suggested optimizer.lr": float(f"{best / 10 * scale:.2g}"),
         "optimizer.lr of the recipe": settings.lr,
@@ -62,7 +63,8 @@ def _curve(trainer: Trainer, *, quiet: bool) -> Curve:
             for group in trainer.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)  # timm's, of layer_decay
             losses, _ = trainer.stepper(epoch, batch)
-            mean = SMOOTHING * mean + (1 - SMOOTHING) * float(losses["total"])
+            total = fmean(trainer.processes.gather(float(losses["total"])))  # so that all stop after the same step
+            mean = SMOOTHING * mean + (1 - SMOOTHING) * total
             smoothed = mean / (1 - SMOOTHING ** (step + 1))
             if not math.isfinite(smoothed) or (curve and smoothed > DIVERGED * min(loss for _, loss in curve)):
                 break

@@ -130,6 +130,11 @@ def test_a_restored_optimizer_takes_the_same_steps(name: str) -> None:
         ({"name": "adahessian"}, "needs second derivatives"),
         ({"name": "kron"}, "keeps a state that no checkpoint holds"),
         ({"name": "adamw", "kwargs": {"epps": 1}}, r"optimizer\.name=adamw cannot be made .*epps"),
+        ({"name": "adamw", "kwargs": {"betas": [0.9]}}, r"optimizer\.name=adamw cannot be made"),
+        (
+            {"name": "adamw", "kwargs": {"amsgrad": "maybe"}},
+            r"optimizer\.kwargs\.amsgrad=maybe: expected true or false",
+        ),
     ],
 )
 def test_an_unusable_optimizer_is_refused(settings: dict[str, Any], message: str) -> None:

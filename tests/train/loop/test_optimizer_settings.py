@@ -45,6 +45,7 @@ def test_adam_runs_as_one_kernel(name: str, fused: bool | None) -> None:
     assert made(name=name).defaults.get("fused") is fused
     if fused:
         assert made(name=name, kwargs={"fused": False}).defaults["fused"] is False
+        assert made(name=name, kwargs={"foreach": True}).defaults["fused"] is False
 
 
 def test_layer_decay_is_none_of_timms_where_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

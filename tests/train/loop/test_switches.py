@@ -16,6 +16,7 @@ from cli_fixture import Vitx
 from training_jobs import TINY, TINY_SETTINGS, VitxProcess, metrics_of, recipe_of, train_one
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
+from vitx.models.public_checkpoint import save_weights
 from vitx.train.loop.checkpoint import best_row, load_newest
 from vitx.train.loop.distributed.processes import ALONE
 from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
@@ -53,6 +54,54 @@ def test_the_same_mathematics_in_another_way(image_folder: Path, tmp_path: Path,
     assert any(not torch.equal(value, start[name]) for name, value in expected.items())
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_computed_again_counts_no_batch_of_batch_norm(
+    image_folder: Path, tmp_path: Path, accumulate: int
+) -> None:
+    """Re-Attention's BatchNorm: parameters alone would not show it, as a step takes the batch's own statistics."""
+    settings = ("optimizer.name=sgd", f"optimizer.accumulate={accumulate}")
+    expected = weights_after_a_step(small(image_folder, *settings), tmp_path)
+    found = weights_after_a_step(small(image_folder, *settings, "execution.grad_checkpointing=true"), tmp_path)
+    assert expected["blocks.1.attn.var_norm.num_batches_tracked"] == accumulate
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("mixup.mixup=0.8", "cutmix.probability=0", "losses.mixing=0", "batch_size=11"), "this one has 11: set an ev"),
+        (("losses.attention=0.1", "losses.attention_pairs=2"), "2 adjacent pairs .* but there are 1: lower losses"),
+        (("losses.mixing=0.1", "model.kwargs.patch_drop_rate=0.25"), r"set model\.kwargs\.patch_drop_rate=0"),
+    ],
+)
+def test_what_the_first_step_would_refuse_makes_no_run_folder(
+    image_folder: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        train_one(small(image_folder, *overrides), tmp_path / "run", {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_set_smaller_than_a_batch_has_the_rate_of_its_own_batch(image_folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(small(image_folder, "batch_size=512", "optimizer.lr_base_size=512"), tmp_path)
+    images = len(trainer.train_images)
+    assert trainer.data.batch_size == images < 512
+    expected = trainer.recipe.optimizer.lr * images / 512
+    assert trainer.optimizer.param_groups[0]["initial_lr"] == pytest.approx(expected)
+
+
+def test_a_resumed_run_needs_its_initial_weights_no_more(image_folder: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "w.safetensors"
+    save_weights(trainer_of(small(image_folder), tmp_path).ema.module, weights)
+    recipe = small(image_folder, f"model.initial_checkpoint={weights}")
+    train_one(recipe.model_copy(update={"epochs": 1}), tmp_path / "run", {})
+    weights.unlink()
+    train_one(recipe.model_copy(update={"epochs": 1}), tmp_path / "run", {}, True)
+    with pytest.raises(InputError, match="no checkpoint at"):
+        train_one(recipe, tmp_path / "other", {})
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -475,7 +475,7 @@ def test_batches_are_prepared_ahead_by_workers_alone(workers: int, ahead: bool) 
     ]
 
 
-@pytest.mark.parametrize(("size", "taken"), [(5, 256), (300, 300)])
+@pytest.mark.parametrize(("size", "taken"), [(5, 255), (256, 256), (300, 300)])
 def test_the_averaged_statistics_are_measured_on_the_same_images_each_time(
     monkeypatch: pytest.MonkeyPatch, size: int, taken: int
 ) -> None:
@@ -483,7 +483,7 @@ def test_the_averaged_statistics_are_measured_on_the_same_images_each_time(
     chosen = SimpleNamespace(batches=lambda *given: asked.append(given) or "batches")  # type: ignore[func-returns-value]
     images = SimpleNamespace(subset=lambda indices: asked.append(indices.tolist()) or chosen)  # type: ignore[func-returns-value]
     monkeypatch.setattr(module, "Prefetcher", lambda *given: SimpleNamespace(images=lambda found: (given, found)))
-    data = SimpleNamespace(batch_size=size, order=lambda epoch: np.arange(400) + 1000 * epoch)
+    data = SimpleNamespace(batch_size=size, shuffled=lambda epoch: np.arange(400) + 1000 * epoch)
     trainer = bare(data=data, train_images=images)
     preprocessing = trainer.recipe.preprocessing
     assert trainer._calibration_images() == ((preprocessing, CPU), "batches")

@@ -156,6 +156,10 @@ def test_a_batch_has_to_be_cut_into_equal_parts(
     assert "build_network" not in asked, "before anything is built"
 
 
+class Images(str):
+    batch_size = 12
+
+
 def opened(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rank: int = 0, count: int = 1) -> Any:
     trainer: Any = object.__new__(Trainer)
     environment = SimpleNamespace(data="data")
@@ -169,7 +173,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rank: i
         spec=SPEC,
         train_images=SimpleNamespace(class_names=("a", "b"), by_hash=False),
         val_images="val",
-        data="data",
+        data=Images("data"),
     )
     return trainer
 
@@ -314,7 +318,7 @@ def test_a_run_is_opened_in_this_order(
         *(f"deterministic {deterministic}", "join on chosen cpu", "lost RUN", ("lock of", "RUN")),
         *([("acquire", 2 * VISIBILITY_TIMEOUT)] if writes and resume else []),
         *("barrier", ("agree", True, "RUN", True), ("folder", True, resume), "barrier"),
-        ("trainer", ("chosen cpu", processes), {"skip_bad": True, "quiet": not writes}),
+        ("trainer", ("chosen cpu", processes), {"skip_bad": True, "initial_weights": True, "quiet": not writes}),
         *("disk RUN", "open"),
         *([("acquire", -1.0)] if writes else []),
         *(("train", ("project", print)), "unlocked"),

@@ -92,6 +92,18 @@ def test_a_teacher_of_timm_from_a_file(tmp_path: Path) -> None:
     assert not any(parameter.requires_grad for parameter in teacher.network.parameters())
 
 
+def test_a_teacher_without_a_classifier_of_these_classes_is_refused(tmp_path: Path) -> None:
+    network: Any = timm.create_model("vit_tiny_patch16_224", num_classes=5)
+    save_file(network.state_dict(), tmp_path / "teacher.safetensors")
+    file = f"timm:vit_tiny_patch16_224@{tmp_path / 'teacher.safetensors'}"
+    for name, message in (
+        (file, r"has no classifier for these classes: head\.bias, head\.weight would stay random"),
+        ("timm:resnet10t", "was published for 1000 classes, the data has 3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_teacher(Distillation(teacher=name), Preprocessing(image_size=32), ("a", "b", "c"))
+
+
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [("timm:resnet10", "unknown teacher of timm 'resnet10'"), ("nowhere", "no run at 'nowhere'")],

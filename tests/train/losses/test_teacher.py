@@ -90,8 +90,9 @@ def test_a_network_of_timm_has_the_datas_classes_and_its_own_normalisation(
         return network  # type: ignore[no-any-return]
 
     monkeypatch.setattr(timm, "create_model", create)
+    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: None)
     monkeypatch.setattr(
-        distillation, "load_public_checkpoint", lambda network, path: loaded.append((network, str(path)))
+        distillation, "load_whole_checkpoint", lambda network, path: loaded.append((network, str(path)))
     )
     name = "timm:resnet18" + (f"@{file}" if file else "")
     found = load_teacher(Distillation(teacher=name), STUDENT, ("a", "b", "c"))

@@ -104,11 +104,14 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
     file.write_text('name = "digits-deit"\nepochs = 7\nseed = 5\n[optimizer]\nlr = 1e-4\n[model.kwargs]\ndepth = 2\n')
     found = resolve_recipe(None, file=file, overrides=["seed=6"])
     assert (found.name, found.epochs, found.seed, found.optimizer.lr) == ("digits-deit", 7, 6, 1e-4)
-    assert found.model.kwargs == {"depth": 2}
+    assert found.model.kwargs == {**get_recipe("digits-deit").model.kwargs, "depth": 2}
     assert found.optimizer.weight_decay == get_recipe("digits-deit").optimizer.weight_decay
     assert resolve_recipe("digits-deepvit", file=file).name == "digits-deepvit"
-    write_json(tmp_path / "recipe.json", found)
-    assert resolve_recipe(None, file=tmp_path / "recipe.json") == found
+    # A whole recipe has all arguments of its network.
+    whole = found.model_copy(update={"model": found.model.model_copy(update={"kwargs": {"depth": 2}})})
+    for each in (found, whole):
+        write_json(tmp_path / "recipe.json", each)
+        assert resolve_recipe(None, file=tmp_path / "recipe.json") == each
     file.write_text('[model]\nname = "resnet18"\n')
     assert resolve_recipe("digits-deit", file=file).model.kwargs == {}
 

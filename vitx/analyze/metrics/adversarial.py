@@ -93,15 +93,13 @@ def pgd(
     epsilon: float,
     *,
     steps: int = PGD_STEPS,
-    step_size: float | None = None,
     start: Tensor | None = None,
 ) -> Tensor:
     """Steps `α·sign ∇ₓ CE` of pixels (B, 3, S, S), each projected into the ball of radius ε around x and into [0, 1].
 
-    start: in units of ε, like `random_start`'s; without it the first step is from x itself. step_size: α, 2.5·ε/steps
-    by default, with which any corner of the ball can be reached from anywhere in it.
+    start: in units of ε, like `random_start`'s; without it the first step is from x itself.
     """
-    alpha = 2.5 * epsilon / steps if step_size is None else step_size
+    alpha = 2.5 * epsilon / steps  # so that any corner of the ball can be reached from anywhere in it
     attacked = pixels if start is None else _project(pixels + epsilon * start, pixels, epsilon)
     for _ in range(steps):
         step = alpha * _loss_gradient(logits_of, attacked, labels).sign()

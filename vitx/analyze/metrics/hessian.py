@@ -48,8 +48,6 @@ def hessian_spectrum(
     *,
     weight_decay: float = 0.0,
     module: str = "",
-    tolerance: float = 1e-3,
-    max_products: int = 300,
     seed: int = 0,
 ) -> HessianSpectrum:
     """The k eigenvalues of largest magnitude of ∇²(mean NLL + ½·λ·‖w‖²) of every batch, λ the weight decay.
@@ -61,19 +59,8 @@ def hessian_spectrum(
     found, images = [], 0
     for pixels, labels in batches:
         images += len(pixels)
-        found.append(
-            hessian_eigenvalues(
-                model,
-                pixels,
-                labels,
-                k,
-                weight_decay=weight_decay,
-                module=module,
-                tolerance=tolerance,
-                max_products=max_products,
-                seed=seed,
-            )
-        )
+        of_batch = model, pixels, labels, k
+        found.append(hessian_eigenvalues(*of_batch, weight_decay=weight_decay, module=module, seed=seed))
     if not found:
         raise InputError("the Hessian needs at least one batch of labelled images")
     values = [value for batch in found for value in batch.values]

@@ -49,13 +49,12 @@ def hessian_density(
     module: str = "",
     steps: int = 64,
     probes: int = 1,
-    sigma: float | None = None,
     seed: int = 0,
 ) -> HessianDensity:
     """The density of all eigenvalues by stochastic Lanczos quadrature, `steps`·`probes` products for each batch.
 
     Nodes θ and weights ω with Σ ω·f(θ) ≈ tr f(H)/size (Ubaru et al., SIAM J. Matrix Anal. Appl. 2017; docs/maths.md
-    §5.4), smoothed by Gaussians of width `sigma`. batches: as for `hessian_spectrum`; each draws its own sign vectors.
+    §5.4), smoothed as by `smoothed_density`. batches: as for `hessian_spectrum`; each draws its own sign vectors.
     Raises what `hessian_spectrum` does.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +84,7 @@ def hessian_density(
         products=sum(batch.products for batch in found),
         nodes=nodes,
         weights=weights,
-        smoothed=smoothed_density(nodes, weights, sigma=sigma),
+        smoothed=smoothed_density(nodes, weights),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-from vitx.core.errors import InputError
+from vitx.core.errors import InputError, first_line
 from vitx.export.rewrite.canonical import ExportAttention
 
 # From this opset on plain attention is one `Attention` node.
@@ -109,9 +109,7 @@ def failure_of(error: BaseException, network: nn.Module) -> tuple[str, str]:
     while cause is not None:
         innermost, cause = cause, cause.__cause__
         place = _place_in(innermost, names) or place
-    lines = [line for line in str(innermost).strip().splitlines() if line.strip()]
-    reason = (lines[0] if lines else type(innermost).__name__)[:REASON_CHARACTERS]
-    return f"in '{place}'" if place else "in the network itself", reason
+    return f"in '{place}'" if place else "in the network itself", first_line(innermost)[:REASON_CHARACTERS]
 
 
 def _place_in(error: BaseException, names: dict[int, str]) -> str:

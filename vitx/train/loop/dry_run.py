@@ -46,7 +46,7 @@ def dry_run(
             "begins from": recipe.model.initial_checkpoint or "random weights",
             "a batch": f"{data.batch_size} × 3 × {size} × {size}",
             "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {recipe.epochs} epochs",
-            "learning rate": recipe.optimizer.rate(recipe.batch_size),
+            "learning rate": recipe.optimizer.rate(data.batch_size),
             "memory (GiB)": round(_memory_gib(trainer.device), 2),
             "seconds a step": round(seconds, 4),
             "minutes in all, about": round(recipe.epochs * epoch / 60, 1),

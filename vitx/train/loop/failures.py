@@ -1,19 +1,17 @@
 """Failures of a training: a loss that is not finite (its batch is kept), a full disk, a process that died."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from vitx.core.errors import EnvironmentMissing
+from vitx.core.errors import FULL_DISK, EnvironmentMissing
 from vitx.core.files import staged_folder, write_json
 from vitx.core.run import RunFolder
 from vitx.train.loop.first_batch import contact_sheet
 from vitx.train.loop.inputs.training_data import TrainingData
 
 FAILED_BATCH_FOLDER = "failed-batch"
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def save_failed_batch(run: RunFolder, data: TrainingData, epoch: int, number: int) -> str:
@@ -36,7 +34,7 @@ def explain_full_disk(run: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in FULL_DISK:
             raise
         where = f" '{error.filename}'" if error.filename else ""
         raise EnvironmentMissing(

@@ -10,7 +10,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import UNUSABLE, InputError, unknown_name
 from vitx.train.loop.distributed.fsdp_tensors import gathered, placed_like
 from vitx.train.recipes.optimization_settings import Optimizer, Schedule
 
@@ -65,8 +65,12 @@ def build_optimizer(model: nn.Module, settings: Optimizer, batch_size: int) -> t
     arguments = dict(settings.kwargs)
     if info.has_betas and info.num_betas == 2:
         arguments.setdefault("betas", settings.betas)
-    if base in ("adam", "adamw") and "fused" in inspect.signature(get_optimizer_class(base)).parameters:
-        arguments.setdefault("fused", True)  # one kernel for all parameters
+    accepted = inspect.signature(get_optimizer_class(base)).parameters
+    for key, value in arguments.items():
+        if key in accepted and isinstance(accepted[key].default, bool) and not isinstance(value, bool):
+            raise InputError(f"optimizer.kwargs.{key}={value}: expected true or false")
+    if base in ("adam", "adamw") and "fused" in accepted:
+        arguments.setdefault("fused", not arguments.get("foreach"))  # one kernel for all parameters
     try:
         return create_optimizer_v2(
             model,
@@ -77,7 +81,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer, batch_size: int) -> t
             layer_decay=settings.layer_decay if settings.layer_decay < 1 else None,
             **arguments,
         )
-    except (TypeError, ValueError, AssertionError, ImportError) as error:
+    except (ImportError, *UNUSABLE) as error:
         raise InputError(f"optimizer.name={settings.name} cannot be made with these settings: {error}") from None
 
 

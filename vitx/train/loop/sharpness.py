@@ -36,7 +36,8 @@ def perturbed(parameters: Sequence[nn.Parameter], rho: float) -> Iterator[None]:
 def untracked_batch_norm(network: nn.Module) -> Iterator[None]:
     """Leave the running statistics of BatchNorm as they are; batches are normalised by their own, as in training.
 
-    SAM's second pass would count every batch twice. Restored from copies: a momentum of 0 would still count batches.
+    SAM's second pass, and blocks that are computed again, would count every batch twice. Restored from copies: a
+    momentum of 0 would still count batches.
     """
     norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
     kept = [[buffer.clone() for buffer in norm.buffers()] for norm in norms]

@@ -3,6 +3,8 @@
 import math
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -54,6 +56,9 @@ class Stepper:
         self.grid = patch_grid(network)
         self.precision = autocast_precision(recipe, self.device)
         self.gradient_norm: Tensor | None = None  # of the last step, before it was clipped
+        # What is computed again in the backward pass is no other batch.
+        recomputes = recipe.execution.grad_checkpointing
+        self.while_backward = partial(untracked_batch_norm, network) if recomputes else nullcontext
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision is torch.float16)
 
     def __call__(self, epoch: int, batch: DeviceBatch) -> tuple[dict[str, Tensor], Tensor]:
@@ -90,7 +95,8 @@ class Stepper:
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                     losses = self.objective(part)
                 # Each part's loss is a mean over its images, so 1/parts makes the sum a mean over the batch.
-                self.scaler.scale(losses["total"] / parts).backward()
+                with self.while_backward():
+                    self.scaler.scale(losses["total"] / parts).backward()
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / parts
         return means

@@ -29,6 +29,7 @@ from vitx.train.loop.checkpoint import (
     Metrics,
     is_finished,
     load_newest,
+    newest_checkpoint,
     read_metrics,
     remove_unfinished_writes,
     save_epoch,
@@ -71,6 +72,7 @@ from vitx.train.loop.step_log import StepLog
 from vitx.train.loop.tensorboard import tensorboard_writer
 from vitx.train.loop.weights_and_biases import require_wandb, wandb_writer
 from vitx.train.losses.distillation import load_teacher
+from vitx.train.losses.objective import check_even
 from vitx.train.recipes.optimization_settings import Stage
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
 
@@ -126,7 +128,9 @@ def train(
         check_processes_agree(processes, folder, recipe)
         check_run_folder(folder, recipe, resume=resume)
         processes.barrier()  # all have looked at the folder before the first process makes it
-        trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, quiet=quiet or not processes.writes)
+        # The initial weights of a run that has its own need not be there any more.
+        choices = {"initial_weights": newest_checkpoint(folder) is None, "quiet": quiet or not processes.writes}
+        trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, **choices)
         with explain_full_disk(folder):
             trainer.open_run()
             if processes.writes:
@@ -152,6 +156,7 @@ class Trainer:
         *,
         skip_bad: bool,
         quiet: bool,
+        initial_weights: bool = True,
     ) -> None:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
         data = data_of_run(run.path, recipe.data)
@@ -166,10 +171,12 @@ class Trainer:
             seed=recipe.seed,
         )
         # Raises before anything is built if the batch cannot be split into the parts of all processes and passes.
-        BatchPart(0, processes.count * recipe.optimizer.accumulate).slices(self.data.batch_size)
-        self._build_network()
+        parts = BatchPart(0, processes.count * recipe.optimizer.accumulate).slices(self.data.batch_size)
+        if recipe.mixup.on:
+            check_even(sum(part.stop - part.start for part in parts))
+        self._build_network(initial_weights=initial_weights)
         self.drop_path_rates = drop_path_rates(self.model)
-        self.optimizer = build_optimizer(self.model, recipe.optimizer, recipe.batch_size)
+        self.optimizer = build_optimizer(self.model, recipe.optimizer, self.data.batch_size)
         self.prefetcher = Prefetcher(recipe.preprocessing, device, channels_last=recipe.execution.channels_last)
         self.stepper = Stepper(
             self.objective, self.model, self.optimizer, recipe, self.spec.num_classes, self.prefetcher, processes
@@ -178,12 +185,12 @@ class Trainer:
         self.history: list[Metrics] = []
         self.batches_done, self.log = 0, EpochLog(self.data.steps, device)
 
-    def _build_network(self) -> None:
+    def _build_network(self, *, initial_weights: bool) -> None:
         recipe, class_names = self.recipe, self.train_images.class_names
         self.spec = model_spec(recipe, len(class_names))
         torch.manual_seed(seed_of(recipe.seed, WEIGHTS))
         model = build_network(recipe, self.spec)
-        if recipe.model.initial_checkpoint:
+        if recipe.model.initial_checkpoint and initial_weights:
             load_initial_weights(model, self.spec, recipe.model.initial_checkpoint, quiet=self.quiet)
         model = model.to(self.device)
         sharded = recipe.execution.parallel == "fsdp" and self.processes.count > 1
@@ -223,7 +230,7 @@ class Trainer:
             rate = describe_rate(
                 self.recipe.optimizer,
                 self.recipe.schedule,
-                batch_size=self.recipe.batch_size,
+                batch_size=self.data.batch_size,
                 epochs=self.recipe.stage(1).until,
             )
             log(rate, quiet=self.quiet)
@@ -343,6 +350,7 @@ class Trainer:
         if self.recipe.ema_decay or measured:
             with unsharded(self.objective):  # it holds the groups of the network's parameters
                 raw = self._evaluate(self.model)
+            check_finite_evaluation(epoch, raw)
         return {
             "epoch": epoch,
             "step": epoch * self.data.steps,
@@ -366,7 +374,7 @@ class Trainer:
             return
         before = self.recipe.stage(epoch - 1)  # not always self.stage: a resumed run was built in the first one
         if before != stage and before.fresh_optimizer and not self.batches_done:
-            self.optimizer = build_optimizer(self.model, self.recipe.optimizer, self.recipe.batch_size)
+            self.optimizer = build_optimizer(self.model, self.recipe.optimizer, self.data.batch_size)
             self.stepper.optimizer = self.optimizer
         self._set_stage(stage)
 
@@ -427,10 +435,9 @@ class Trainer:
     def _calibration_images(self) -> Iterator[Tensor]:
         """Some training images, equal in every epoch and process, prepared as for evaluation: float32 (B, 3, S, S)."""
         size = self.data.batch_size
-        chosen = self.train_images.subset(self.data.order(0)[: max(CALIBRATION_IMAGES, size)])
-        return Prefetcher(self.recipe.preprocessing, self.device).images(
-            chosen.batches(self.recipe.preprocessing, size)
-        )
+        chosen = self.data.shuffled(0)[: max(CALIBRATION_IMAGES, size)]
+        whole = self.train_images.subset(chosen[: len(chosen) // size * size])  # a batch counts, however small
+        return Prefetcher(self.recipe.preprocessing, self.device).images(whole.batches(self.recipe.preprocessing, size))
 
     def _check_finite(self, epoch: int) -> None:
         """Raise CheckFailed when a loss or gradient of the epoch so far was not finite; called before saving."""

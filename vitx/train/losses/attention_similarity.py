@@ -41,18 +41,18 @@ def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", p
 
 @contextmanager
 def attention_loss(
-    model: nn.Module, maps: Literal["mixed", "softmax"], *, over: Over = "heads", pairs: int = 0, enabled: bool = True
+    model: nn.Module, maps: Literal["mixed", "softmax"], *, over: Over = "heads", pairs: int = 0
 ) -> Iterator[Callable[[], Tensor]]:
     """Watch one forward pass of `model`; after it the function returns the loss of its maps, a scalar.
 
-    Without `enabled` nothing is watched. Raises what `record_qkv` does, and InputError for too few pairs.
+    Raises what `record_qkv` does, and InputError for too few pairs.
     """
     with ExitStack() as watched:
-        if maps == "mixed" and enabled:
+        if maps == "mixed":
             similarities = watched.enter_context(mixed_similarities(model, over=over, pairs=pairs))
             yield lambda: _mean(similarities, pairs)
         else:
-            blocks = watched.enter_context(record_qkv(model, enabled=enabled))
+            blocks = watched.enter_context(record_qkv(model))
             yield lambda: qkv_similarity_loss(blocks, over=over, pairs=pairs)
 
 
@@ -92,15 +92,11 @@ class BlockQkv(NamedTuple):
 
 
 @contextmanager
-def record_qkv(model: nn.Module, *, enabled: bool = True) -> Iterator[list[BlockQkv]]:
+def record_qkv(model: nn.Module) -> Iterator[list[BlockQkv]]:
     """Record the `qkv` output of each attention layer during one forward pass of `model`, first block first.
 
-    Without `enabled` nothing is recorded, so that the caller needs no branch.
     Raises InputError for a network with fewer than two of vitx's attention layers.
     """
-    if not enabled:
-        yield []
-        return
     layers = [module for module in model.modules() if isinstance(module, HeadMixAttention)]
     if len(layers) < 2:
         raise InputError(
@@ -135,10 +131,15 @@ def _pair_similarity(first: BlockQkv, second: BlockQkv, over: Over) -> Tensor:
     return similarity
 
 
-def _mean(similarities: list[Tensor], pairs: int) -> Tensor:
-    if len(similarities) < max(pairs, 1):
+def check_pairs(asked: int, there: int) -> None:
+    """Raise InputError where more pairs of adjacent blocks' maps are asked for than there are; 0: all, at least one."""
+    if there < max(asked, 1):
         raise InputError(
-            f"{pairs or 'all'} adjacent pairs of attention maps were asked for, but there are {len(similarities)}: "
+            f"{asked or 'all'} adjacent pairs of attention maps were asked for, but there are {there}: "
             "lower losses.attention_pairs, or use more blocks"
         )
+
+
+def _mean(similarities: list[Tensor], pairs: int) -> Tensor:
+    check_pairs(pairs, len(similarities))
     return torch.stack(similarities).mean()

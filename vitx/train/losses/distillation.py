@@ -15,7 +15,7 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder
 from vitx.models import load_run_model
-from vitx.models.public_checkpoint import load_public_checkpoint, published_model
+from vitx.models.public_checkpoint import load_whole_checkpoint, published_model
 from vitx.train.recipes.optimization_settings import Distillation
 
 TIMM = "timm:"
@@ -95,9 +95,13 @@ def _timm_network(name: str, classes: int) -> nn.Module:
         raise unknown_name("teacher of timm", architecture, timm.list_models())
     if not file:
         remedy = f"give weights of '{architecture}' with distillation.teacher={name}@FILE"
+        published = timm.get_pretrained_cfg(architecture)
+        if published is not None and published.num_classes != classes:
+            known = published.num_classes
+            raise InputError(f"'{name}' was published for {known} classes, the data has {classes}: {remedy}")
         return published_model(ModelSpec(name=architecture, num_classes=classes), remedy)
     network: nn.Module = timm.create_model(architecture, pretrained=False, num_classes=classes)
-    load_public_checkpoint(network, Path(file))
+    load_whole_checkpoint(network, Path(file))
     return network
 
 

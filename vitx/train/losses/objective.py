@@ -5,6 +5,7 @@ Shape letters: B batch, S image size in pixels, n patches, D width, C classes.
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
-from vitx.train.losses.attention_similarity import attention_loss, record_qkv
+from vitx.models.attention_maps import attention_layers
+from vitx.train.losses.attention_similarity import attention_loss, check_pairs, record_qkv
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
 from vitx.train.losses.distillation import Teacher
 from vitx.train.losses.patch_losses import (
@@ -55,9 +57,11 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
             "losses.cosine=0, losses.contrastive=0 and losses.mixing=0, or choose a model of `vitx models`"
         )
+    if losses.mixing and not isinstance(getattr(model, "patch_drop", nn.Identity()), nn.Identity):
+        raise InputError("losses.mixing labels every patch: set model.kwargs.patch_drop_rate=0, or losses.mixing=0")
     if losses.attention:
         with record_qkv(model):  # refuses a network without attention layers to compare
-            pass
+            check_pairs(losses.attention_pairs, len(attention_layers(model)) - 1)
     if recipe.cutmix.probability and patch_grid(model) is None:
         raise InputError(f"model '{recipe.model.name}' has no square patch grid for CutMix: set cutmix.probability=0")
 
@@ -103,11 +107,19 @@ def _erase(images: Tensor, augmentation: Augmentation) -> Tensor:
     return erase(images)
 
 
+def check_even(images: int) -> None:
+    """Raise InputError for a batch that mixup cannot pair."""
+    if images % 2:
+        raise InputError(
+            f"mixup pairs the images of a batch, and this one has {images}: set an even batch_size, of no more images "
+            "than there are"
+        )
+
+
 def _mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: int) -> tuple[Tensor, Tensor]:
     """The images, and mixup's soft labels (B, C)."""
     mixup = recipe.mixup
-    if len(images) % 2:
-        raise InputError(f"mixup pairs the images of a batch, and this one has {len(images)}: set an even batch_size")
+    check_even(len(images))
     blend: Callable[..., tuple[Tensor, Tensor]] = timm.data.Mixup(  # type: ignore[no-untyped-call]  # timm's
         mixup_alpha=mixup.mixup,
         cutmix_alpha=mixup.cutmix,
@@ -137,12 +149,10 @@ def compute_losses(
     predictions with the second; a network with one logits tensor learns both with it.
     """
     weights, smoothing = recipe.losses, recipe.losses.label_smoothing
-    compared: Any = {
-        "over": weights.attention_over,
-        "pairs": weights.attention_pairs,
-        "enabled": bool(weights.attention),
-    }
-    with attention_loss(model, weights.attention_maps, **compared) as attention:
+    compared: Any = {"over": weights.attention_over, "pairs": weights.attention_pairs}
+    with ExitStack() as watched:
+        if weights.attention:
+            attention = watched.enter_context(attention_loss(model, weights.attention_maps, **compared))
         tokens, output = _forward(model, batch.images_B3SS, weights)
     logits_BC, distilled_BC = output if isinstance(output, tuple) else (output, output)
     # Cross-entropy in float32: under autocast the logits are in half precision.

@@ -78,6 +78,10 @@ def test_a_crop_that_does_not_fit_is_drawn_again() -> None:
     assert crop(2, 2, 0.02, 0.0, 0.5, *(1.0, 0.5), 0.0, 0.0) == (0, 0, 2, 2), "no pixel is none"
     with pytest.raises(IndexError):
         crop(100, 100, 0.5, *whole * 9)
+    # As torchvision: of what is longer than the range, the middle.
+    assert crop(400, 100, 1.0, *(0.0, 0.5) * 10) == (133, 0, 266, 100)
+    assert crop(100, 400, 1.0, *(0.0, 0.5) * 10) == (0, 133, 100, 266)
+    assert crop(120, 100, 1.0, *(0.0, 0.0) * 10) == (0, 0, 120, 100)
     assert augment.ASPECTS == (3 / 4, 4 / 3)
     assert augment.CROP_ATTEMPTS == 10
 

@@ -19,8 +19,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.train.randomness import seeded
 from vitx.train.recipes.image_and_loss_settings import Augmentation
 
-# As torchvision's RandomResizedCrop: the range of aspect ratios, and how many boxes are tried before the whole image
-# is taken.
+# As torchvision's RandomResizedCrop: the range of aspect ratios, and how many boxes are tried.
 ASPECTS = (3 / 4, 4 / 3)
 CROP_ATTEMPTS = 10
 
@@ -118,7 +117,7 @@ def random_crop(width: int, height: int, smallest: float, rng: np.random.Generat
     """Return the box (left, top, right, bottom) of a random resized crop, in pixels.
 
     Its area is uniform between the share `smallest` and all of the image's, its aspect ratio log-uniform in `ASPECTS`.
-    When no drawn box fits, it is the whole image.
+    When no drawn box fits, it is the largest in the middle whose aspect ratio is in the range.
     """
     for _ in range(CROP_ATTEMPTS):
         area = width * height * rng.uniform(smallest, 1.0)
@@ -127,7 +126,9 @@ def random_crop(width: int, height: int, smallest: float, rng: np.random.Generat
         if 0 < crop_width <= width and 0 < crop_height <= height:
             left, top = int(rng.integers(width - crop_width + 1)), int(rng.integers(height - crop_height + 1))
             return left, top, left + crop_width, top + crop_height
-    return 0, 0, width, height
+    crop_width, crop_height = min(width, round(height * ASPECTS[1])), min(height, round(width / ASPECTS[0]))
+    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    return left, top, left + crop_width, top + crop_height
 
 
 def _affine(image: Image.Image, augmentation: Augmentation, rng: np.random.Generator) -> Image.Image:

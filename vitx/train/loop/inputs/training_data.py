@@ -115,10 +115,13 @@ class TrainingData:
         """Batches in an epoch."""
         return len(self.images) // self.batch_size
 
+    def shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        """A permutation of all images, int64 (N,)."""
+        return generator(self.seed, ORDER, epoch).permutation(len(self.images))
+
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The indices of the images of `epoch` in their order, int64 (N,); without repeats a permutation of all."""
-        shuffled = generator(self.seed, ORDER, epoch).permutation(len(self.images))
-        return np.repeat(shuffled, self.augmentation.repeats)[: len(shuffled)]
+        """The indices of the images of `epoch` in their order, int64 (N,); without repeats `shuffled`."""
+        return np.repeat(self.shuffled(epoch), self.augmentation.repeats)[: len(self.images)]
 
     def sample(self, epoch: int, index: int, repeat: int = 0) -> UInt8Array:
         """Image `index` as it is seen in `epoch`, for the `repeat`-th time: uint8 (S, S, 3)."""
