@@ -23,6 +23,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
 from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.service import _answered
 
 SERVICE = "/inference.GRPCInferenceService/"
 LINUX = sys.platform == "linux"
@@ -329,3 +330,19 @@ def test_a_long_shape_is_refused(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError, match="unexpected shape") as error:
         channel.unary_unary(SERVICE + "ModelInfer")(request.SerializeToString())
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_load_goes_on_to_its_end_without_its_client() -> None:
+    ended: list[str] = []
+
+    async def load() -> None:
+        await asyncio.sleep(0.05)
+        ended.append("loaded")
+
+    async def abandoned() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_answered("RepositoryModelLoad", lambda asked: load())(None, None), 0.01)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(abandoned())
+    assert ended == ["loaded"]

@@ -7,7 +7,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -339,6 +339,25 @@ def test_a_body_that_goes_on_after_its_refusal_ends_with_the_limit(server: Serve
         connection.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         with pytest.raises(ConnectionError):  # long before that time
             send_for(connection, b"10000\r\n" + bytes(2**16) + b"\r\n", 20)
+
+
+@pytest.mark.parametrize("trailers", [b"a:b\r\n" * 10_000, b"a: " + b"x" * 50_000])
+def test_trailers_are_bounded_as_a_head_is(server: ServerProcess, trailers: bytes) -> None:
+    with closing(raw(server)) as connection:
+        head = b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"1\r\nx\r\n0\r\n" + trailers)
+        assert read_all(connection)[0] == 431
+
+
+def test_a_connection_too_many_is_closed_whatever_of_its_body_is_to_come(server: ServerProcess) -> None:
+    server.close_connections()
+    with ExitStack() as opened:
+        for _ in range(8):
+            opened.enter_context(closing(raw(server)))
+        surplus = opened.enter_context(closing(raw(server)))
+        surplus.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx")
+        assert read_all(surplus) == (503, "8 connections are open")
+    wait_until(lambda: server.request("GET", "/v2/health/live")[0] == 200)
 
 
 def test_a_header_length_beyond_the_body_is_refused_however_often_its_head_was_seen(server: ServerProcess) -> None:

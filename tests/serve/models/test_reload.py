@@ -172,6 +172,18 @@ def test_models_come_and_go_in_a_repository(tmp_path: Path, managed: list[str]) 
         assert server.request("POST", PATH, BODY)[0] == 200
 
 
+def test_a_name_that_a_client_made_up_is_no_label_while_the_repository_is_broken(
+    tmp_path: Path, managed: list[str]
+) -> None:
+    folder = tmp_path / "models"
+    write_bundle(folder / "tiny.vitx", name="tiny")
+    with running_server("--repository", folder, "--allow-uncertified", *managed) as server:
+        folder.rename(tmp_path / "away")
+        assert manage(server, "models/made-up%0Aforged/load")[0] == 404
+        assert manage(server, "models/tiny/load")[0] == 400
+        assert "made-up" not in server.request("GET", "/metrics")[1].decode()
+
+
 @pytest.mark.parametrize("name", ["missing", "..%2F..%2Fetc", "%2Fetc%2Fpasswd", ".hidden", "tiny%00"])
 def test_names_without_a_bundle_are_404(tmp_path: Path, repository_server: ServerProcess, name: str) -> None:
     assert manage(repository_server, f"models/{name}/load")[0] == 404

@@ -106,7 +106,8 @@ def _answered(name: str, answer: Answer) -> Call:
 
     async def call(request: Any, context: Any) -> Any:
         found = answer(request)
-        return ParseDict((await found if isawaitable(found) else found) or {}, response(), ignore_unknown_fields=True)
+        found = await asyncio.shield(found) if isawaitable(found) else found  # a load goes on without its client
+        return ParseDict(found or {}, response(), ignore_unknown_fields=True)
 
     return call
 

@@ -178,6 +178,8 @@ class App:
                 on_reply(failure)
 
         def on_reply(reply: Reply | Exception) -> None:
+            if connection.lost:
+                return  # `cancel` has ended it
             if isinstance(reply, Exception) or accepted is None or len(reply.body) < asgi.WORTH_ENCODING:
                 finish(reply)
                 return

@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refused = False  # what is behind the requests that get their replies: it is dropped
         self._ending = False  # the body of a request that is answered comes to its end
         self._unparsed = b""  # behind a request that waits for another's reply
-        self._received = 0  # bytes of the head, then of the body
+        self._received = self._bare = 0  # bytes of the head, then of the body; and since the last one of the body
         self._length: int | None = None  # of the body, if it says so
         self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -154,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end(self) -> None:
         """Close behind the reply. What the client still sends of the body is dropped: else it might lose the reply."""
-        self._ending = not self._in_head and not (self.pipeline or self.expect_100_continue)
+        self._ending = not (self._in_head or self._surplus or self.pipeline or self.expect_100_continue)
         if not self._ending:
             self._close()
 
@@ -194,12 +194,15 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         if self._in_head:
             self._received += len(data)
+        self._bare += len(data)
         self._feed(data)
         if self._in_head:
             if self._received > self.limits.header_bytes:
                 self._refuse(_head_too_large(self.limits))
             elif (self._begun or self._received) and self._timer is None:
                 self._start_timer(self.limits.header_seconds)
+        elif self._bare > self.limits.header_bytes:
+            self._refuse(_head_too_large(self.limits))
         elif self._timer is None:
             self._start_timer(self.limits.body_seconds)
 
@@ -237,7 +240,7 @@ class HttpProtocol(HttpToolsProtocol):
         length = header(scope, b"content-length")
         self._length = None if length is None else int(length)  # the parser has checked it
         super().on_headers_complete()  # raises for a URL that is none, in the head still
-        self._in_head, self._begun, self._received = False, False, 0
+        self._in_head, self._begun, self._received, self._bare = False, False, 0, 0
         self.flow.resume_reading()  # uvicorn would not notice that a client hangs up with a request behind another
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
@@ -285,7 +288,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self._in_head or not self.cycle.response_started
 
     def on_body(self, body: bytes) -> None:
-        self._received += len(body)
+        self._received, self._bare = self._received + len(body), 0
         super().on_body(body)
         if self.cycle.response_complete and self._received > 2 * self.limits.body_bytes:
             self._close()  # it was answered, and might never end

@@ -94,7 +94,8 @@ class Repository:
             try:
                 paths = {key: path for key, path in self._bundles().items() if key[0] == name}
             except (InputError, OSError) as error:
-                raise self._refused((name, FIRST_VERSION), error) from error
+                known = name in {key[0] for key in self._known}  # else a client's: no label, and no line of the log
+                raise (self._refused((name, FIRST_VERSION), error) if known else _unknown(name)) from error
             if not paths:
                 raise _unknown(name)
             for key, path in paths.items():

@@ -60,7 +60,7 @@ def serve(options: ServeOptions) -> None:
         listener = ending.enter_context(claim_port(options.host, options.port) if link is None else link.listener)
         for number in _SIGNALS:  # at the end a program that ran a server has its own handlers again
             ending.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
-        for number in _SIGNALS[3:]:  # SIGUSR1 comes from log rotation, and would end a server that is still starting
+        for number in _SIGNALS[2:]:  # of reloads and log rotation: they would end a server that is still starting
             signal.signal(number, signal.SIG_IGN)
         offers = verified(options)
         with asyncio.Runner(loop_factory=new_loop) as runner:

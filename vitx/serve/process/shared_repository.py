@@ -1,12 +1,10 @@
 """The model repository of a worker: a client's load or unload is repeated in all workers."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from vitx.serve.callbacks import start_kept
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.models.repository import Repository
 from vitx.serve.process.siblings import Handler, Siblings
@@ -27,7 +25,6 @@ class SharedRepository(Repository):
         """`siblings` reaches the other workers; `given`: as for `Repository`."""
         super().__init__(*given)
         self._siblings = siblings
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> dict[str, Handler]:
         """Answers to the questions that other workers ask this one."""
@@ -42,29 +39,25 @@ class SharedRepository(Repository):
         await self._everywhere(Repository.unload, name)
 
     async def _everywhere(self, work: Work, name: str) -> None:
-        """Do it in this worker, then in the others; go on even if the client hangs up."""
-
-        async def do() -> None:
-            async with self._siblings.exclusive():
-                before, refused = [*self._models], None
-                try:
-                    await work(self, name)
-                except RequestError as refusal_here:
-                    refused = refusal_here
-                    for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
-                        await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
-                    if [*self._models] == before:
-                        raise
-                what = work.__name__
-                self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
-                for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
-                    if refused is None and (error := json.loads(data)["error"]):
-                        others = f"other workers did {what} '{name[:80]}': ask again"
-                        raise unavailable(f"worker {index}: {error}; {others}", "load_refused")
-                if refused is not None:
-                    raise refused
-
-        await asyncio.shield(start_kept(do(), self._tasks))
+        """Do it in this worker, then in the others."""
+        async with self._siblings.exclusive():
+            before, refused = [*self._models], None
+            try:
+                await work(self, name)
+            except RequestError as refusal_here:
+                refused = refusal_here
+                for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
+                    await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
+                if [*self._models] == before:
+                    raise
+            what = work.__name__
+            self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
+            for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
+                if refused is None and (error := json.loads(data)["error"]):
+                    others = f"other workers did {what} '{name[:80]}': ask again"
+                    raise unavailable(f"worker {index}: {error}; {others}", "load_refused")
+            if refused is not None:
+                raise refused
 
     async def _answer_refused(self, refusal: str) -> bytes:
         name, version, text = json.loads(refusal)
