@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -21,6 +23,7 @@ from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS
 from vitx.analyze import METRICS, AnalysisOptions, NotApplicable, analyze, chosen_metrics, compare_representations
 from vitx.analyze.analysis_report import draw
+from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.lesions import lesion_study
 from vitx.analyze.options import METRIC_NAMES
@@ -128,6 +131,69 @@ def test_results_are_cached_and_measured_again_when_anything_changes(
     with pytest.raises(InputError, match=r"lesions-\w+\.json is not a valid"):
         analyze(source, images, ("lesions",), AnalysisOptions(), cache=tmp_path, quiet=True)
     assert len(kept) == 2
+
+
+def test_the_same_weights_with_another_preprocessing_or_argument_are_measured_again(
+    images: ImageSet, tmp_path: Path
+) -> None:
+    """Their digest is the same, and what they compute is not."""
+    one, names = resnet(), ("variance",)
+    paler = one.preprocessing.model_copy(update={"std": (2.0, 2.0, 2.0)})
+    others = (replace(one, preprocessing=paler), replace(one, spec=one.spec.model_copy(update={"kwargs": {"a": 1}})))
+    first = analyze(one, images, names, AnalysisOptions(), cache=tmp_path, quiet=True)
+    for count, other in enumerate(others, 2):
+        found = analyze(other, images, names, AnalysisOptions(), cache=tmp_path, quiet=True)
+        assert len(list(tmp_path.iterdir())) == count
+        assert (found.results != first.results) == (other.preprocessing is paler)
+
+
+def test_copies_that_changed_are_another_key(tmp_path: Path) -> None:
+    (tmp_path / "noise").mkdir()
+    before = files_digest(tmp_path)
+    assert files_digest(tmp_path) == before
+    (tmp_path / "noise" / "1.npy").write_bytes(b"a")
+    after = files_digest(tmp_path)
+    os.utime(tmp_path / "noise" / "1.npy", ns=(0, 0))
+    assert len({before, after, files_digest(tmp_path)}) == 3
+
+
+def test_labels_of_other_classes_are_not_used(images: ImageSet) -> None:
+    source = replace(resnet(), class_names=("zero", *map(str, range(1, 10))))
+    found = analyze(source, images, ("lesions", "confidence"), AnalysisOptions(), quiet=True)
+    assert found.not_applicable["confidence"] == "class 0 is '0' of the images, and 'zero' of the network"
+
+
+def test_a_cached_result_of_another_form_is_measured_again(images: ImageSet, tmp_path: Path) -> None:
+    first = analyze(resnet(), images, ("variance",), AnalysisOptions(), cache=tmp_path, quiet=True)
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text().replace('"result":', '"result": {}, "before":').replace('"before"', '"metric"'))
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, "metric": "variance", "result": {}}))
+    assert (
+        analyze(resnet(), images, ("variance",), AnalysisOptions(), cache=tmp_path, quiet=True).results == first.results
+    )
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"networks": 3}'])
+def test_a_report_that_cannot_be_read_is_replaced(vitx: Vitx, run: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "report.json").write_text(content)
+    given = ("--images", "8", "--only", "variance", "--out", tmp_path, "--quiet")
+    assert vitx("analyze", run, *given)[0] == 0
+    assert json.loads((tmp_path / "report.json").read_text())["networks"]
+
+
+@pytest.mark.parametrize("only", ["trajectory", "landscape"])
+def test_a_damaged_checkpoint_is_an_error_and_not_a_property(vitx: Vitx, run: Path, tmp_path: Path, only: str) -> None:
+    copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    second = shutil.copytree(copied / "checkpoints" / "epoch-0000", copied / "checkpoints" / "epoch-0001")
+    given = ("analyze", copied, "--images", "8", "--only", only, "--out", tmp_path / "out", "--quiet")
+    whole = (second / "model.safetensors").read_bytes()
+    for damaged in (b"", whole[:-1] + b"x"):
+        (second / "model.safetensors").write_bytes(damaged)
+        code, _, errors = vitx(*given)
+        assert (code, "is corrupt" in errors) == (2, True)
+    (second / "model.safetensors").write_bytes(whole)
+    assert vitx(*given)[0] == 0
 
 
 def test_what_does_not_apply_is_listed_with_its_reason(images: ImageSet) -> None:

@@ -15,6 +15,14 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
+def test_a_folder_of_ones_own_is_left_alone_whatever_the_names_in_it(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "mine.txt").touch()
+    with pytest.raises(InputError, match="holds 'images', which no demo made"):
+        demo.run_demo(tmp_path)
+    assert (tmp_path / "images" / "mine.txt").exists()
+
+
 def test_the_exit_code_is_that_of_the_verb_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RECIPE", "no-such-recipe")
     with pytest.raises(demo.VerbFailed, match=r"^`vitx train` ended with exit code 2$") as failed:

@@ -411,3 +411,9 @@ def test_a_large_grey_image_of_16_bits_is_in_memory_by_rows() -> None:
         tracemalloc.stop()
     assert np.array_equal(np.asarray(image), (values >> 8)[..., None].repeat(3, axis=2))
     assert peak < 2 * values.nbytes  # the file is one of them
+
+
+def test_what_is_below_zero_is_black() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.array([[-1000, -1, 0, 255, 256, 32767]], np.int32)).save(file, "TIFF")
+    assert np.asarray(decode(file.getvalue()))[0, :, 0].tolist() == [0, 0, 0, 0, 1, 127]

@@ -138,3 +138,22 @@ def test_list_images_is_sorted_and_skips_hidden(tmp_path: Path) -> None:
         "b.png",
         "ünïcode/ç.webp",
     ]
+
+
+def test_list_images_follows_links_and_says_what_it_cannot_list(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "below"
+    elsewhere.mkdir(parents=True)
+    for name in ("a.png", "pipe.png"):
+        (elsewhere / name).touch()
+    root = tmp_path / "cat"
+    root.mkdir()
+    (root / "more").symlink_to(tmp_path / "elsewhere")
+    (root / "up").symlink_to(tmp_path)
+    (elsewhere / "again").symlink_to(elsewhere)
+    assert [path.relative_to(root).as_posix() for path in list_images(root)] == [
+        "more/below/a.png",
+        "more/below/pipe.png",
+    ]
+    assert list_images(root, below=False) == []
+    with pytest.raises(InputError, match=r"the folder .*none cannot be listed: No such file"):
+        list_images(root / "none")

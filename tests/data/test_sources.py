@@ -267,9 +267,18 @@ def cut_arrow(root: Path) -> None:
     file.write_bytes(file.read_bytes()[:-300])
 
 
+def linked_member(root: Path) -> None:
+    shard_of(root, ("a.png", b"1"), ("a.cls", b"1"), ("b.cls", b"1"))
+    with tarfile.open(root / "set-train-0000.tar", "a") as archive:
+        link = tarfile.TarInfo("b.png")
+        link.type, link.linkname = tarfile.LNKTYPE, "a.png"
+        archive.addfile(link)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
+        (linked_member, r"train-0000\.tar: 'b\.png' is a link or sparse: write a shard of plain files"),
         (broken_cifar, r"data_batch_2\.bin has 3 bytes, not a multiple of 3073: unpack it again"),
         (hostile_cifar, r"cifar-100-python/train is not a file of CIFAR: it asks for os\.system"),
         (missing_cifar, r"fine_label_names\.txt does not exist: unpack the whole archive of CIFAR"),

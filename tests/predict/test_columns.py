@@ -129,6 +129,19 @@ def test_two_columns_of_images_of_one_name_are_refused(tiny_bundle: Bundle, tmp_
             run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", image_column=named)
 
 
+def test_names_that_differ_in_case_alone_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """DuckDB and Spark take them for one, and gave null for all rows of the second file."""
+    for file, name in (("a", "weight"), ("b", "Weight")):
+        pq.write_table(table(**{name: [0] * 6}), tmp_path / f"{file}.parquet")
+    with pytest.raises(
+        InputError, match=r"^a column is 'Weight' in b\.parquet and 'weight' in a\.parquet, which readers"
+    ):
+        run(tiny_bundle, tmp_path, tmp_path / "out")
+    pq.write_table(table(weight=[0] * 6, Weight=[0] * 6), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"^a\.parquet has a column 'weight', twice"):
+        run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out")
+
+
 def test_two_columns_of_one_name_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
     twice = table(label=[0] * 6).append_column("label", [[1] * 6])
     pq.write_table(twice, tmp_path / "a.parquet")

@@ -1,6 +1,7 @@
 """The steps of `predict` around the work: what it refuses, verifies, leaves alone and writes at its end."""
 
 import json
+import re
 import shutil
 import signal
 import sqlite3
@@ -228,11 +229,15 @@ def test_a_file_beside_the_parts_that_readers_would_read_is_refused(
     first = run(tiny_bundle, NumpySession(), images, out)
     (out / PREDICTIONS / "_SUCCESS").touch()
     assert run(tiny_bundle, NumpySession(), images, out) == first
-    shutil.copy(out / PREDICTIONS / "part-00000001.parquet", out / PREDICTIONS / "part-00000099.parquet")
-    with pytest.raises(
-        InputError, match=r"parquet' holds part-00000099\.parquet, which is not of this run, and readers"
-    ):
-        run(tiny_bundle, NumpySession(), images, out)
+    part = (out / PREDICTIONS / "part-00000001.parquet").read_bytes()
+    for name in ("old", "part-00000001.parquet.bak", "part-00000099.parquet"):
+        stranger = out / PREDICTIONS / name
+        stranger.mkdir() if name == "old" else stranger.write_bytes(part)
+        expected = rf"parquet' holds {re.escape(name)}, which is not of this run, and readers"
+        with pytest.raises(InputError, match=expected):
+            run(tiny_bundle, NumpySession(), images, out)
+        stranger.rename(tmp_path / name)
+    (tmp_path / name).rename(stranger)
     assert run(tiny_bundle, NumpySession(), images, out, overwrite=True).images == 6
 
 

@@ -3,22 +3,28 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from vitx.analyze.activations import stream_activations, stream_order
+from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.findings.finding import Findings, effect_text, find, p_text
 from vitx.analyze.findings.rules import RULES
 from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.cka import SMALLEST_BATCH, MinibatchCKA, cka_matrix
+from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.analyze.options import check_metrics
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import log, progress
 from vitx.core.files import Record, read_record, write_json
 from vitx.core.page import table
+from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.models.source import Source
 
@@ -105,9 +111,7 @@ def analyze(
     grown. A metric that does not apply is listed with its reason and is no error.
     """
     analysis = Analysis(source, images, options)
-    results = _ResultCache(
-        cache, {"model": source.checkpoint_sha256, "images": images.digest() if cache else ""}, options
-    )
+    results = _ResultCache(cache, source, images, options)
     for name in METRICS if cache else names:
         reason = _labels_missing(METRICS[name], source, images)
         if reason and name in names:
@@ -201,14 +205,30 @@ def _labels_missing(metric: Metric, source: Source, images: ImageSet) -> str | N
         return "the images have no labels"
     if len(images.class_names) != len(source.class_names):
         return f"the images are of {len(images.class_names)} classes, the network knows {len(source.class_names)}"
+    numbers = tuple(map(str, range(len(source.class_names))))  # of a network whose classes have no names
+    for index, (here, known) in enumerate(zip(images.class_names, source.class_names, strict=True)):
+        if here != known and source.class_names != numbers:
+            return f"class {index} is '{here}' of the images, and '{known}' of the network"
     return None
 
 
 class _ResultCache:
     """Results as files METRIC-KEY.json in a folder; another network, image, option or definition is another key."""
 
-    def __init__(self, folder: Path | None, subject: Mapping[str, str], options: AnalysisOptions) -> None:
-        self._folder, self._subject, self._options = folder, subject, options
+    def __init__(self, folder: Path | None, source: Source, images: ImageSet, options: AnalysisOptions) -> None:
+        self._folder, self._options = folder, options
+        self._subject: dict[str, Any] = {}
+        self._checkpoints: list[dict[str, str]] = []
+        self._copies = ""
+        if folder is None:
+            return
+        # The same weights are another network with other arguments, and see other pixels with other preprocessing.
+        about = source.spec.model_dump(mode="json"), source.preprocessing.model_dump(mode="json")
+        self._subject = {"model": source.checkpoint_sha256, "about": about, "images": images.digest()}
+        if source.recipe is not None and (run := RunFolder(source.name)).exists():
+            self._checkpoints = [state.sha256 for state, _ in checkpoints_by_step(run)]
+        if options.corrupted is not None:
+            self._copies = files_digest(Path(options.corrupted))
 
     def read(self, name: str, analysis: Analysis) -> None:
         """Copy the result of `name` from its file, if there is one, into `analysis`."""
@@ -217,7 +237,8 @@ class _ResultCache:
             return
         kept = read_record(path, _CachedResult)
         if kept.result is not None:
-            analysis.results[name] = METRICS[name].record.model_validate(kept.result)
+            with suppress(ValidationError):  # else it is measured again
+                analysis.results[name] = METRICS[name].record.model_validate(kept.result)
         else:
             analysis.not_applicable[name] = kept.not_applicable or ""
         analysis.seconds[name] = kept.seconds
@@ -244,4 +265,7 @@ class _ResultCache:
     def _key(self, name: str) -> dict[str, Any]:
         metric = METRICS[name]
         options = self._options.model_dump(mode="json", include={"batch_size", *metric.options})
-        return {"metric": name, "version": DEFINITIONS_VERSION, **self._subject, "options": options}
+        if "corrupted" in options:
+            options["corrupted"] = self._copies
+        read = {"checkpoints": self._checkpoints} if metric.checkpoints else {}
+        return {"metric": name, "version": DEFINITIONS_VERSION, **self._subject, **read, "options": options}

@@ -17,7 +17,7 @@ from vitx.models.source import Source
 IMAGES = 128  # that each analysis looks at
 
 
-def analysis_between_epochs(run: Path, every: int, *, quiet: bool) -> Callable[[int, nn.Module], None]:
+def analysis_between_epochs(run: Path, every: int, *, skip_bad: bool, quiet: bool) -> Callable[[int, nn.Module], None]:
     """Return a function to be called after each epoch with its number and the averaged network.
 
     After every `every`-th epoch it writes what `vitx analyze` measures by default to RUN/analysis/epoch-NNNN.json, and
@@ -40,7 +40,7 @@ def analysis_between_epochs(run: Path, every: int, *, quiet: bool) -> Callable[[
             checkpoint_sha256="",
             recipe=info.recipe,
         )
-        images = open_analysis_images(info.data, IMAGES)
+        images = open_analysis_images(info.data, IMAGES, skip_bad=skip_bad)
         found = analyze(source, images, chosen_metrics(None), AnalysisOptions(), quiet=True)
         write_json(run / "analysis" / f"epoch-{epoch:04d}.json", found.as_json())
         log(f"analysis of epoch {epoch}: {time.perf_counter() - start:.1f} s", quiet=quiet)

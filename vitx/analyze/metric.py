@@ -83,7 +83,8 @@ class Metric:
     precision: how its intervals were made, or why it has none. line: the result in a few words, with its intervals.
     figure: draws one network, or two beside each other; None for a table alone. streams, maps, mixed: what the shared
     pass must record for it. labels: whether it needs them. options: the fields of AnalysisOptions that it depends on,
-    besides the batch size. default: measured unless --only names others.
+    besides the batch size. checkpoints: whether it reads a run's other checkpoints. default: measured unless --only
+    names others.
     """
 
     title: str
@@ -100,6 +101,7 @@ class Metric:
     mixed: bool = False
     labels: bool = False
     options: tuple[str, ...] = ()
+    checkpoints: bool = False
     default: bool = True
 
     def collector(self, context: MetricContext) -> ActivationMetric:

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vitx.analyze.analysis import Analysis, analyze, compare_representations
 from vitx.analyze.analysis_report import ReportWriter
@@ -63,9 +65,10 @@ def _say_what_is_replaced(out: Path, sources: list[Source], images: ImageSet, *,
     path = out / "report.json"
     if not path.is_file():
         return
-    before = [
-        (each["checkpoint_sha256"], each["data"], each["images"]) for each in json.loads(path.read_text())["networks"]
-    ]
+    before: list[Any] = []
+    with suppress(ValueError, LookupError, TypeError):  # it is replaced, whatever it is
+        networks = json.loads(path.read_bytes())["networks"]
+        before = [(each["checkpoint_sha256"], each["data"], each["images"]) for each in networks]
     if before != [(source.checkpoint_sha256, images.name, len(images)) for source in sources]:
         log(
             f"analyze: '{path}' is of other networks or images and is replaced; its results stay in metrics/",

@@ -15,6 +15,7 @@ from vitx.data.open import open_images
 from vitx.parity.served import classify_all, serving
 
 RECIPE = "digits-deepvit"
+MARK = ".vitx-demo"  # in a folder that a demo has made, and may empty
 RUN, BUNDLE, IMAGES, PREDICTIONS = "run", f"{RECIPE}.vitx", "images", "predictions"
 
 
@@ -76,13 +77,14 @@ def run_demo(out: Path) -> DemoResult:
 
 
 def _empty(out: Path) -> None:
-    """Remove an earlier demo; refuse a folder that holds anything else."""
-    if out.exists():
-        strangers = sorted({path.name for path in out.iterdir()} - {RUN, BUNDLE, IMAGES, PREDICTIONS})
-        if strangers:
-            raise InputError(f"'{out}' holds '{strangers[0]}', which no demo made: choose another --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
+    """Remove an earlier demo; refuse a folder that holds anything else, or in which no demo left its mark."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in out.iterdir()}
+    if strangers := sorted(names - {MARK, RUN, BUNDLE, IMAGES, PREDICTIONS} if MARK in names else names):
+        raise InputError(f"'{out}' holds '{strangers[0]}', which no demo made: choose another --out")
+    (out / MARK).touch()
+    for name in names - {MARK}:
+        shutil.rmtree(out / name)
 
 
 def _vitx(*arguments: object, capture: bool = False) -> str:

@@ -94,6 +94,8 @@ def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:
         numbers = (smallest - 1,)
     if not numbers or min(numbers) < smallest:
         raise InputError(f"{option} '{text}': expected whole numbers from {smallest} on, such as {option} 6,12")
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"{option} {text}: each only once")
     return numbers
 
 

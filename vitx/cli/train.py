@@ -55,7 +55,7 @@ def command(
     if analysis_every:
         from vitx.analyze.between_epochs import analysis_between_epochs
 
-        after_epoch = analysis_between_epochs(folder, analysis_every, quiet=quiet)
+        after_epoch = analysis_between_epochs(folder, analysis_every, skip_bad=skip_bad, quiet=quiet)
     choices: dict[str, Any] = {"skip_bad": skip_bad, "device": device, "wandb": wandb, "after_epoch": after_epoch}
     _train(resolved, folder, resume=options.resume, as_json=as_json, quiet=quiet, **choices)
 

@@ -25,6 +25,7 @@ from PIL.TiffImagePlugin import (
     IMAGEWIDTH,
     PHOTOMETRIC_INTERPRETATION,
     ROWSPERSTRIP,
+    SAMPLEFORMAT,
     TILELENGTH,
     TILEWIDTH,
     TiffImageFile,
@@ -320,16 +321,18 @@ def _not_an_image(source: bytes | Path) -> str:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey: keep the high byte, where convert("RGB") would clip to white
-        image = _high_bytes(image)
+        image = _high_bytes(image, signed=getattr(image, "tag_v2", {}).get(SAMPLEFORMAT) == (2,))
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _high_bytes(image: Image.Image) -> Image.Image:
-    """Rows by rows: all at once, a large image would be in memory four times."""
+def _high_bytes(image: Image.Image, *, signed: bool) -> Image.Image:
+    """Rows by rows: all at once, a large image would be in memory four times. What is below 0 is black."""
     grey = Image.new("L", image.size)
     for top in range(0, image.height, _ROWS):
         box = (0, top, image.width, min(top + _ROWS, image.height))
         values = np.asarray(image.crop(box))
-        high = (values.view(np.uint32) if values.dtype == np.int32 else values) >> 8
+        if values.dtype == np.int32:  # Pillow has unsigned ones in it too
+            values = np.maximum(values, 0) if signed else values.view(np.uint32)
+        high = values >> 8
         grey.paste(Image.fromarray(np.minimum(high, 255, out=high).astype(np.uint8)), box)
     return grey

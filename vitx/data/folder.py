@@ -1,5 +1,6 @@
 """A folder with train/ and val/, each with one folder of images a class."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,18 +17,29 @@ from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split, read_p
 CHECKED_IMAGES = 20_000
 
 
-def list_images(folder: Path, pattern: str = "**/*") -> list[Path]:
-    """All image files under `folder`, by default recursively, in sorted order; hidden files and folders are left out.
+def list_images(folder: Path, *, below: bool = True) -> list[Path]:
+    """The image files in `folder`, and `below` it, in sorted order; hidden files and folders are left out.
 
-    A link that leads nowhere is one of them: it is unreadable, and whoever reads it says so.
+    Links to folders are followed, but to one that the link itself is in. A link that leads nowhere is an image: it is
+    unreadable, and whoever reads it says so. Raises InputError for a folder that cannot be listed.
     """
-    return sorted(
-        path
-        for path in folder.glob(pattern)
-        if path.suffix.lower() in EXTENSIONS
-        and (path.is_file() or (path.is_symlink() and not path.exists()))
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        inside = Path(place)
+        folders[:] = [name for name in folders if below and not name.startswith(".") and not _is_loop(inside / name)]
+        paths = (inside / name for name in names if not name.startswith("."))
+        images = (path for path in paths if path.suffix.lower() in EXTENSIONS)
+        found += (path for path in images if path.is_file() or (path.is_symlink() and not path.exists()))
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise InputError(f"the folder {error.filename} cannot be listed: {error.strerror}")
+
+
+def _is_loop(path: Path) -> bool:
+    """Whether it is a link to a folder that it is in."""
+    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
 
 
 def split_folder(root: Path, split: Split) -> Path:
@@ -75,7 +87,7 @@ def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -
 
 def beside_classes(folder: Path) -> list[str]:
     """The images that lie in `folder` itself, of which no class is known, as `ImageSet.skipped` has them."""
-    return [f"{path}: in no class's folder" for path in list_images(folder, "*")]
+    return [f"{path}: in no class's folder" for path in list_images(folder, below=False)]
 
 
 def readable_images(

@@ -100,6 +100,8 @@ def _samples(path: Path, shard: int) -> list[_Sample]:
                 if f".{kind.lower()}" in EXTENSIONS:
                     if key in places:
                         raise InputError(f"{path}: sample '{key}' has two images: expected one")
+                    if not member.isreg() or member.issparse():
+                        raise InputError(f"{path}: '{member.name}' is a link or sparse: write a shard of plain files")
                     places[key] = (member.offset_data, member.size)
                 elif kind in ("cls", "json") and (text := archive.extractfile(member)) is not None:
                     labels.setdefault(key, _label(text.read(), kind, f"{path}: {member.name}"))

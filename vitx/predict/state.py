@@ -167,7 +167,8 @@ def open_run(
 def _refuse_strangers(out: Path, ledger: Ledger) -> None:
     """Raise InputError for a file among the parts of which readers would take rows, and which is none of the run's."""
     ours = {part_path(out, claim.id) for claim in ledger.shards()}
-    there = (path for path in (out / PREDICTIONS).glob("*.parquet") if not path.name.startswith("."))
+    # pyarrow reads every file whose name does not begin so, in folders too.
+    there = (path for path in (out / PREDICTIONS).iterdir() if not path.name.startswith((".", "_")))
     if strangers := sorted(path.name for path in there if path not in ours):
         raise InputError(
             f"'{out / PREDICTIONS}' holds {strangers[0]}, which is not of this run, and readers would take its rows: "

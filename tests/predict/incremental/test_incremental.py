@@ -40,6 +40,20 @@ def test_an_input_that_did_not_change_is_left_alone(tiny_bundle: Bundle, folder:
     assert not [path for path in (out / ".vitx").iterdir() if path.name.startswith(".")]
 
 
+def test_an_image_beside_tar_files_is_no_reason_to_leave_them_out(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    tar(folder / "a.tar", {"0.png": IMAGES[0], "1.png": IMAGES[1]})
+    run(tiny_bundle, folder, tmp_path / "out")
+    tar(folder / "b.tar", {"2.png": IMAGES[2]})
+    write(folder / "preview.png", IMAGES[3])
+    with pytest.raises(InputError, match="had tar or Parquet files alone, and now has images beside them"):
+        run(tiny_bundle, folder, tmp_path / "out")
+    (folder / "preview.png").unlink()
+    summary, predicted = run(tiny_bundle, folder, tmp_path / "out")
+    assert (summary.images, predicted) == (3, 1)
+
+
 def test_what_is_new_or_changed_is_predicted_and_nothing_is_removed(
     tiny_bundle: Bundle, folder: Path, tmp_path: Path
 ) -> None:

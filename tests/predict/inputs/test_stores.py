@@ -12,7 +12,16 @@ from fsspec import AbstractFileSystem
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
-from vitx.predict.inputs.stores import absolute, expand, is_image_name, join, read_bytes, version_of, walk_images
+from vitx.predict.inputs.stores import (
+    absolute,
+    expand,
+    is_image_name,
+    join,
+    open_stream,
+    read_bytes,
+    version_of,
+    walk_images,
+)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +144,8 @@ def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(ImageError, match=r"^not a regular file$"):
         read_bytes(str(tmp_path / "pipe.png"))
+    with pytest.raises(ImageError, match=r"^not a regular file$"):
+        open_stream(str(tmp_path / "pipe.png"))
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ImageError, match=r"^cannot open the image: Is a directory$"):
         read_bytes(str(tmp_path / "folder.png"))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vitx.analyze.corruption.constants import CORRUPTIONS
 from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption
 from vitx.core.errors import InputError
+from vitx.core.files import sha256_bytes
 from vitx.data.cifar import PngReader
 from vitx.data.folder import list_images
 from vitx.data.image_set import ImageSet
@@ -87,11 +88,22 @@ def open_corrupted_copies(folder: Path, class_names: Sequence[str] | None = None
     return CorruptedCopies(paths, tuple(class_names) if class_names is not None else None)
 
 
+def files_digest(folder: Path) -> str:
+    """sha256 over the folder's place, and names, sizes and times of change of all files below it."""
+    stats = ((str(path.relative_to(folder)), path.stat()) for path in folder.rglob("*") if path.is_file())
+    found = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return sha256_bytes(repr((str(folder.resolve()), found)).encode())
+
+
 def _from_array(path: Path, severity: int, class_names: tuple[str, ...] | None) -> ImageSet:
     """CIFAR-C: one array holds the five severities in order; only the part that is read is loaded."""
     images, labels = _load(path), _load(path.with_name("labels.npy"))
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or len(images) % len(SEVERITIES):
         raise InputError(f"{path} has shape {images.shape} and type {images.dtype}: expected uint8 (5·N, S, S, 3)")
+    if not len(images):
+        raise InputError(f"{path} has no images: unpack the archive of CIFAR-C again")
+    if labels.dtype.kind not in "iu":
+        raise InputError(f"labels.npy is of type {labels.dtype}: expected whole numbers")
     if labels.shape != images.shape[:1]:
         raise InputError(f"{path} has {len(images)} images, but labels.npy {labels.size} labels: expected as many")
     count = len(images) // len(SEVERITIES)

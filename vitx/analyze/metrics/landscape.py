@@ -21,7 +21,7 @@ from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results
-from vitx.core.run import RunFolder
+from vitx.core.run import RunFolder, verify_digests
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,7 +193,10 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
     found = _measure_grid(context)
     if context.source.recipe is None:
         return found
-    folders = [folder for _, folder in checkpoints_by_step(RunFolder.open(context.source.name))]
+    folders = []
+    for state, folder in checkpoints_by_step(RunFolder.open(context.source.name)):
+        verify_digests(folder, state.sha256)
+        folders.append(folder)
     states = (load_file(folder / "model.safetensors") for folder in folders)
     path, share = training_path(context.source.model, states, found.seed)
     return found if share is None else found.model_copy(update={"path": path, "path_share": share})
@@ -294,6 +297,7 @@ LANDSCAPE_METRIC = Metric(
     measure=measure_landscape,
     labels=True,
     options=("seed", "loss_batches", "weight_decay", "landscape_points"),
+    checkpoints=True,
     default=False,
     figure=draw_landscape,
 )

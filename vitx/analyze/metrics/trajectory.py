@@ -130,8 +130,11 @@ def _step(first: State, state: State, name: str) -> Tensor:
 def measure_trajectory(context: MetricContext) -> Trajectory:
     if context.source.recipe is None:
         raise NotApplicable("a network without a training run has no trajectory")
+    run = RunFolder.open(context.source.name)
+    for state, folder in checkpoints_by_step(run):
+        verify_digests(folder, state.sha256)  # damage is no property of the network
     try:
-        return run_trajectory(RunFolder.open(context.source.name))
+        return run_trajectory(run)
     except InputError as error:
         raise NotApplicable(str(error)) from None
 
@@ -161,6 +164,7 @@ TRAJECTORY_METRIC = Metric(
     record=Trajectory,
     line=_trajectory_line,
     measure=measure_trajectory,
+    checkpoints=True,
     default=False,
     figure=draw_trajectory,
 )

@@ -114,6 +114,11 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
         images = _with_versions(base, names) if again else ((name, None) for name in names)
     count = ledger.find(images, in_order=named == "list", once=again)  # then all names beside them have been seen
     if count and folder:
+        if containers and again and any(ledger.shards("kind IN ('tar', 'parquet')")):
+            raise InputError(
+                f"'{source}' had tar or Parquet files alone, and now has images beside them: move those away, or name "
+                "the files by a pattern from the first run on"
+            )
         for name in containers:
             skipped.add(name)
         containers = []

@@ -16,7 +16,6 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError
@@ -85,7 +84,7 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
     """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
     if not is_url(location):
-        return Path(location).open("rb")
+        return _opened_file(location)
     return cast(BinaryIO, remote.BlockReader(remote.RemoteFile(location, stopped), remote.BLOCK_BYTES))
 
 
@@ -202,15 +201,21 @@ def _finds_prefixes(system: Any) -> bool:
     return "prefix" in inspect.signature(getattr(system, "_find", None) or system.find).parameters
 
 
-def _read_file(path: str) -> bytes:
+def _opened_file(path: str) -> BinaryIO:
     # O_NONBLOCK: opening a named pipe would otherwise wait for a writer for ever.
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(found.st_mode):
-            raise ImageError("not a regular file")
-        remote.check_size(found.st_size)
+        raise ImageError("not a regular file")
+    return open(descriptor, "rb")
+
+
+def _read_file(path: str) -> bytes:
+    with _opened_file(path) as file:
+        remote.check_size(os.fstat(file.fileno()).st_size)
         return file.read()
 
 

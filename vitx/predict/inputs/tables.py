@@ -83,7 +83,8 @@ def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple
     asked, taken = columns.copied, columns.taken
     fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
     # DuckDB and Spark do not tell upper case from lower.
-    clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
+    lower = [one.lower() for one in schema.names]
+    clear = [one.name for one in fields if one.name.lower() not in taken and lower.count(one.name.lower()) == 1]
     for field in fields:
         if field.name not in clear:
             if field.name == columns.key:
@@ -98,6 +99,12 @@ def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple
                 f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
                 "name the columns to copy with --columns from the first run on"
             )
+        for other, (_, where) in copied.items():
+            if other != field.name and other.lower() == field.name.lower():
+                raise InputError(
+                    f"a column is '{field.name}' in {name} and '{other}' in {where}, which readers take for one: "
+                    "rename it, or name the columns to copy without it with --columns"
+                )
         kind, where = copied.setdefault(field.name, (field.type, name))
         if types.is_null(kind):
             copied[field.name] = (field.type, name)

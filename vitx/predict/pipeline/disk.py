@@ -25,8 +25,10 @@ def full_disk_explained(out: Path) -> Iterator[None]:
     except (OSError, sqlite3.OperationalError) as error:
         if not is_full(error):
             raise
+        temporary = ", or that of SQLite's temporary files ($SQLITE_TMPDIR)" if isinstance(error, sqlite3.Error) else ""
         raise EnvironmentMissing(
-            f"the disk of '{out}' is full ({error}): make room and run the same command again; finished shards are kept"
+            f"the disk of '{out}' is full ({error}){temporary}: make room and run the same command again; "
+            "finished shards are kept"
         ) from error
 
 
