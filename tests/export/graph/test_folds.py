@@ -394,6 +394,7 @@ def test_the_parts_of_a_constant_are_constants() -> None:
     nodes = [node("Split", ["c"], ["a", "b"], axis=1, num_outputs=2), node("Mul", ["x", "a"], ["t"])]
     model = graph(["N", 2], [*nodes, node("Add", ["t", "b"], ["y"])], c=values(1, 4))
     assert folded(model, split_constants, 1) == Counter(Mul=1, Add=1)
+    folded(graph(["N", 2], nodes, ["t", "b"], c=values(1, 4)), split_constants, 0)
     folded(graph(["N", 4], [node("Split", ["x"], ["y", "z"], axis=1, num_outputs=2)], ["y", "z"]), split_constants, 0)
 
 

@@ -66,6 +66,8 @@ def split_constants(graph: ir.Graph) -> int:
         axis = node.attributes.get_int("axis", 0)
         if array is None or not all(shape and UNKNOWN not in shape for shape in shapes):
             continue
+        if any(output.is_graph_output() for output in node.outputs):  # which have to come from a node
+            continue
         ends = np.cumsum([shape[axis] for shape in shapes if shape])[:-1]
         for output, part in zip(node.outputs, np.split(array, ends, axis), strict=True):
             ir.convenience.replace_all_uses_with(output, constant(graph, output, part))
