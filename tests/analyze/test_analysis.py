@@ -158,9 +158,12 @@ def test_copies_that_changed_are_another_key(tmp_path: Path) -> None:
 
 
 def test_labels_of_other_classes_are_not_used(images: ImageSet) -> None:
-    source = replace(resnet(), class_names=("zero", *map(str, range(1, 10))))
-    found = analyze(source, images, ("lesions", "confidence"), AnalysisOptions(), quiet=True)
-    assert found.not_applicable["confidence"] == "class 0 is '0' of the images, and 'zero' of the network"
+    named = replace(images, class_names=tuple("abcdefghij"))
+    source = replace(resnet(), class_names=tuple("abdcefghij"))
+    found = analyze(source, named, ("confidence",), AnalysisOptions(), quiet=True)
+    assert found.not_applicable == {"confidence": "class 2 is 'c' of the images, and 'd' of the network"}
+    for one, other in ((resnet(), named), (source, images)):  # without names there is nothing to compare
+        assert "confidence" in analyze(one, other, ("confidence",), AnalysisOptions(), quiet=True).results
 
 
 def test_a_cached_result_of_another_form_is_measured_again(images: ImageSet, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from vitx.core.errors import CheckFailed, InputError
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
+    (tmp_path / demo.MARK).touch()
     with pytest.raises(InputError, match=r"holds 'thesis\.tex', which no demo made: choose another --out"):
         demo.run_demo(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
@@ -18,7 +19,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 def test_a_folder_of_ones_own_is_left_alone_whatever_the_names_in_it(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "mine.txt").touch()
-    with pytest.raises(InputError, match="holds 'images', which no demo made"):
+    with pytest.raises(InputError, match=r"has no \.vitx-demo, so it is no demo's, or an older version's"):
         demo.run_demo(tmp_path)
     assert (tmp_path / "images" / "mine.txt").exists()
 

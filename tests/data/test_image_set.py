@@ -157,3 +157,18 @@ def test_list_images_follows_links_and_says_what_it_cannot_list(tmp_path: Path) 
     assert list_images(root, below=False) == []
     with pytest.raises(InputError, match=r"the folder .*none cannot be listed: No such file"):
         list_images(root / "none")
+
+
+def test_a_folder_of_two_names_is_listed_once(tmp_path: Path) -> None:
+    """Else an image is in both splits under its two names, and folders that link to each other are walked for ever."""
+    for name in ("2023", "2024"):
+        (tmp_path / "cat" / name).mkdir(parents=True)
+        (tmp_path / "cat" / name / "a.png").touch()
+        (tmp_path / "cat" / name / "other").symlink_to(tmp_path / "cat" / ("2024" if name == "2023" else "2023"))
+    (tmp_path / "cat" / "latest").symlink_to("2024")
+    (tmp_path / "dog").mkdir()
+    (tmp_path / "dog" / "b.png").touch()
+    (tmp_path / "dog" / "cats").symlink_to(tmp_path / "cat")
+    (tmp_path / "cat" / "dogs").symlink_to(tmp_path / "dog")
+    assert len(list_images(tmp_path)) == 3
+    assert [path.name for path in list_images(tmp_path / "cat")] == ["a.png", "a.png", "b.png"]

@@ -22,6 +22,7 @@ from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.analyze.options import check_metrics
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import log, progress
+from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record, write_json
 from vitx.core.page import table
 from vitx.core.run import RunFolder
@@ -205,9 +206,11 @@ def _labels_missing(metric: Metric, source: Source, images: ImageSet) -> str | N
         return "the images have no labels"
     if len(images.class_names) != len(source.class_names):
         return f"the images are of {len(images.class_names)} classes, the network knows {len(source.class_names)}"
-    numbers = tuple(map(str, range(len(source.class_names))))  # of a network whose classes have no names
+    numbers = tuple(map(str, range(len(source.class_names))))  # where classes have no names
+    if numbers in (images.class_names, source.class_names):
+        return None
     for index, (here, known) in enumerate(zip(images.class_names, source.class_names, strict=True)):
-        if here != known and source.class_names != numbers:
+        if here != known:
             return f"class {index} is '{here}' of the images, and '{known}' of the network"
     return None
 
@@ -216,17 +219,14 @@ class _ResultCache:
     """Results as files METRIC-KEY.json in a folder; another network, image, option or definition is another key."""
 
     def __init__(self, folder: Path | None, source: Source, images: ImageSet, options: AnalysisOptions) -> None:
-        self._folder, self._options = folder, options
+        self._folder, self._options, self._run = folder, options, RunFolder(source.name)
         self._subject: dict[str, Any] = {}
-        self._checkpoints: list[dict[str, str]] = []
         self._copies = ""
         if folder is None:
             return
         # The same weights are another network with other arguments, and see other pixels with other preprocessing.
         about = source.spec.model_dump(mode="json"), source.preprocessing.model_dump(mode="json")
         self._subject = {"model": source.checkpoint_sha256, "about": about, "images": images.digest()}
-        if source.recipe is not None and (run := RunFolder(source.name)).exists():
-            self._checkpoints = [state.sha256 for state, _ in checkpoints_by_step(run)]
         if options.corrupted is not None:
             self._copies = files_digest(Path(options.corrupted))
 
@@ -259,7 +259,11 @@ class _ResultCache:
     def _path(self, name: str) -> Path | None:
         if self._folder is None:
             return None
-        digest = hashlib.sha256(json.dumps(self._key(name), sort_keys=True).encode()).hexdigest()
+        try:
+            key = self._key(name)
+        except InputError:  # of a checkpoint that cannot be read: whoever measures says so
+            return None
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self._folder / f"{name}-{digest[:16]}.json"
 
     def _key(self, name: str) -> dict[str, Any]:
@@ -267,5 +271,7 @@ class _ResultCache:
         options = self._options.model_dump(mode="json", include={"batch_size", *metric.options})
         if "corrupted" in options:
             options["corrupted"] = self._copies
-        read = {"checkpoints": self._checkpoints} if metric.checkpoints else {}
+        read = (
+            {"checkpoints": [state.sha256 for state, _ in checkpoints_by_step(self._run)]} if metric.checkpoints else {}
+        )
         return {"metric": name, "version": DEFINITIONS_VERSION, **self._subject, **read, "options": options}

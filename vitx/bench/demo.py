@@ -80,7 +80,9 @@ def _empty(out: Path) -> None:
     """Remove an earlier demo; refuse a folder that holds anything else, or in which no demo left its mark."""
     out.mkdir(parents=True, exist_ok=True)
     names = {path.name for path in out.iterdir()}
-    if strangers := sorted(names - {MARK, RUN, BUNDLE, IMAGES, PREDICTIONS} if MARK in names else names):
+    if names and MARK not in names:
+        raise InputError(f"'{out}' has no {MARK}, so it is no demo's, or an older version's: choose another --out")
+    if strangers := sorted(names - {MARK, RUN, BUNDLE, IMAGES, PREDICTIONS}):
         raise InputError(f"'{out}' holds '{strangers[0]}', which no demo made: choose another --out")
     (out / MARK).touch()
     for name in names - {MARK}:

@@ -77,7 +77,8 @@ def log_next(*words: object, quiet: bool = False) -> None:
 
 def print_json(value: Any) -> None:
     """JSON on standard output, for machines."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    plain = not (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf8")
+    print(json.dumps(value, indent=2, ensure_ascii=plain, allow_nan=False))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -20,13 +20,16 @@ CHECKED_IMAGES = 20_000
 def list_images(folder: Path, *, below: bool = True) -> list[Path]:
     """The image files in `folder`, and `below` it, in sorted order; hidden files and folders are left out.
 
-    Links to folders are followed, but to one that the link itself is in. A link that leads nowhere is an image: it is
+    Links to folders are followed, but to those that are listed already. A link that leads nowhere is an image: it is
     unreadable, and whoever reads it says so. Raises InputError for a folder that cannot be listed.
     """
     found: list[Path] = []
+    entered = [folder.resolve()]
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         inside = Path(place)
-        folders[:] = [name for name in folders if below and not name.startswith(".") and not _is_loop(inside / name)]
+        # Every ext4 volume has a lost+found, which root alone may list.
+        visible = sorted(name for name in folders if below and not name.startswith(".") and name != "lost+found")
+        folders[:] = [name for name in visible if _is_new(inside / name, entered)]
         paths = (inside / name for name in names if not name.startswith("."))
         images = (path for path in paths if path.suffix.lower() in EXTENSIONS)
         found += (path for path in images if path.is_file() or (path.is_symlink() and not path.exists()))
@@ -37,9 +40,15 @@ def _refuse(error: OSError) -> None:
     raise InputError(f"the folder {error.filename} cannot be listed: {error.strerror}")
 
 
-def _is_loop(path: Path) -> bool:
-    """Whether it is a link to a folder that it is in."""
-    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
+def _is_new(path: Path, entered: list[Path]) -> bool:
+    """Whether it is no link, or one to a folder that is listed under no other name; `entered` gets that."""
+    if not path.is_symlink():
+        return True
+    real = path.resolve()
+    if entered[0].is_relative_to(real) or any(real.is_relative_to(one) for one in entered):
+        return False
+    entered.append(real)
+    return True
 
 
 def split_folder(root: Path, split: Split) -> Path:

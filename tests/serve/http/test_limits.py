@@ -1,6 +1,7 @@
 """What a client may use of a running server, over real sockets: sizes, depths, connections, and time."""
 
 import gzip
+import http.client
 import json
 import random
 import socket
@@ -354,9 +355,12 @@ def test_a_connection_too_many_is_closed_whatever_of_its_body_is_to_come(server:
     with ExitStack() as opened:
         for _ in range(8):
             opened.enter_context(closing(raw(server)))
+        connection = opened.enter_context(closing(http.client.HTTPConnection(server.host, server.port, timeout=HANG)))
+        connection.request("POST", "/v1/classify", bytes(4 * 2**20))  # read on for a second, or it would be reset
+        assert connection.getresponse().status == 503
         surplus = opened.enter_context(closing(raw(server)))
         surplus.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx")
-        assert read_all(surplus) == (503, "8 connections are open")
+        assert read_all(surplus) == (503, "8 connections are open")  # and then closed
     wait_until(lambda: server.request("GET", "/v2/health/live")[0] == 200)
 
 

@@ -207,7 +207,7 @@ def test_a_head_that_is_too_large_behind_a_request_is_refused_once_and_not_kept(
         protocol.data_received(b"GET /echo HTTP/1.1\r\nHost: here\r\nX-Long: ")
         for _ in range(100):
             protocol.data_received(bytes(2**14).replace(b"\0", b"x"))
-        assert (server.refused, protocol._received) == (["too_large"], 2**15 + 40)
+        assert (server.refused, protocol._bare) == (["too_large"], 2**15 + 40)
         protocol.data_received(end + request(b"second"))
         await asyncio.sleep(60)
         assert (transport.closed, server.refused) == (False, ["too_large"])

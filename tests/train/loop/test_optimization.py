@@ -129,6 +129,7 @@ def test_a_restored_optimizer_takes_the_same_steps(name: str) -> None:
         ({"name": "adamv"}, r"unknown optimizer\.name 'adamv': did you mean adam"),
         ({"name": "adahessian"}, "needs second derivatives"),
         ({"name": "kron"}, "keeps a state that no checkpoint holds"),
+        ({"name": "fusedadamw"}, r"optimizer\.name=fusedadamw cannot be made"),
         ({"name": "adamw", "kwargs": {"epps": 1}}, r"optimizer\.name=adamw cannot be made .*epps"),
         ({"name": "adamw", "kwargs": {"betas": [0.9]}}, r"optimizer\.name=adamw cannot be made"),
         (

@@ -167,7 +167,8 @@ def _lines(source: str) -> Iterator[str]:
     number = length = 0
     try:
         # utf-8-sig: some editors begin a file with a mark of its encoding.
-        with io.TextIOWrapper(stores.open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
+        content = stores.open_stream(source) if stores.is_url(source) else open(source, "rb")  # noqa: SIM115 - or a pipe
+        with io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
                 length += len(line)
                 if "\0" in line:

@@ -82,9 +82,12 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
 
 
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
-    """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
+    """Open a tar or Parquet file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
     if not is_url(location):
-        return _opened_file(location)
+        try:
+            return _opened_file(location)
+        except ImageError as error:
+            raise OSError(f"'{location}' is {error}") from None
     return cast(BinaryIO, remote.BlockReader(remote.RemoteFile(location, stopped), remote.BLOCK_BYTES))
 
 

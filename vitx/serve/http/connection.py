@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refused = False  # what is behind the requests that get their replies: it is dropped
         self._ending = False  # the body of a request that is answered comes to its end
         self._unparsed = b""  # behind a request that waits for another's reply
-        self._received = self._bare = 0  # bytes of the head, then of the body; and since the last one of the body
+        self._received = self._bare = 0  # bytes of the body; and of what is none: of a head, around chunks, of trailers
         self._length: int | None = None  # of the body, if it says so
         self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -154,9 +154,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end(self) -> None:
         """Close behind the reply. What the client still sends of the body is dropped: else it might lose the reply."""
-        self._ending = not (self._in_head or self._surplus or self.pipeline or self.expect_100_continue)
+        self._ending = not (self._in_head or self.pipeline or self.expect_100_continue)
         if not self._ending:
             self._close()
+        elif self._surplus:  # it has a second for that
+            self.loop.call_later(_SURPLUS_SECONDS, self._close)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, a piece at a time, until a request waits for another's reply; 14,000 fit in a segment."""
@@ -192,19 +194,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.data_received(data)
 
     def _parse(self, data: bytes) -> None:
-        if self._in_head:
-            self._received += len(data)
         self._bare += len(data)
         self._feed(data)
-        if self._in_head:
-            if self._received > self.limits.header_bytes:
-                self._refuse(_head_too_large(self.limits))
-            elif (self._begun or self._received) and self._timer is None:
-                self._start_timer(self.limits.header_seconds)
-        elif self._bare > self.limits.header_bytes:
+        if self._bare > self.limits.header_bytes:
             self._refuse(_head_too_large(self.limits))
-        elif self._timer is None:
-            self._start_timer(self.limits.body_seconds)
+        elif self._timer is None and (self._begun or self._bare or not self._in_head):
+            self._start_timer(self.limits.header_seconds if self._in_head else self.limits.body_seconds)
 
     def _feed(self, data: bytes) -> None:
         """Parse. Java's HttpClient and `curl --http2` ask for HTTP/2 first: httptools leaves out the bodies then."""
@@ -281,7 +276,7 @@ class HttpProtocol(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """Whether every request is answered and no part of another has arrived."""
         answered = self.cycle is None or self.cycle.response_complete
-        return answered and not (self._received or self._begun or self._unparsed)
+        return answered and not (self._received or self._bare or self._begun or self._unparsed)
 
     def may_answer(self) -> bool:
         """Whether no reply to the request that is being read has started."""
@@ -297,7 +292,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_head:
             return
         self._stop_timer()
-        self._in_head, self._received = True, 0
+        self._in_head, self._received, self._bare = True, 0, 0
         super().on_message_complete()
         if self._ending:
             self._close()
@@ -325,7 +320,7 @@ class HttpProtocol(HttpToolsProtocol):
             waits = waits or self.flow.read_paused
         if waits or left > 0:
             self._timer = self.loop.call_later(max(left, _RECHECK_SECONDS), self._on_timer)
-        elif self._in_head and not (self._received or self._begun):
+        elif self._in_head and not (self._bare or self._begun):
             self.transport.close()  # no request, so no answer
         else:
             what = "headers" if self._in_head else "body"

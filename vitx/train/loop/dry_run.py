@@ -11,6 +11,7 @@ import torch
 
 from vitx.core.run import RunFolder
 from vitx.models.device import choose_device
+from vitx.train.loop.checkpoint import newest_checkpoint
 from vitx.train.loop.distributed.processes import join_processes
 from vitx.train.loop.resuming import check_run_folder
 from vitx.train.loop.trainer import Trainer
@@ -31,7 +32,10 @@ def dry_run(
     """
     check_run_folder(RunFolder(out), recipe, resume=resume)
     with join_processes(chosen := choose_device(device)) as processes:
-        trainer = Trainer(recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True)
+        begins = newest_checkpoint(RunFolder(out)) is None
+        trainer = Trainer(
+            recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True, initial_weights=begins
+        )
         seconds = _seconds_of_a_step(trainer)
         data, size, train = trainer.data, recipe.preprocessing.image_size, len(trainer.train_images)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())

@@ -65,13 +65,13 @@ def build_optimizer(model: nn.Module, settings: Optimizer, batch_size: int) -> t
     arguments = dict(settings.kwargs)
     if info.has_betas and info.num_betas == 2:
         arguments.setdefault("betas", settings.betas)
-    accepted = inspect.signature(get_optimizer_class(base)).parameters
-    for key, value in arguments.items():
-        if key in accepted and isinstance(accepted[key].default, bool) and not isinstance(value, bool):
-            raise InputError(f"optimizer.kwargs.{key}={value}: expected true or false")
-    if base in ("adam", "adamw") and "fused" in accepted:
-        arguments.setdefault("fused", not arguments.get("foreach"))  # one kernel for all parameters
     try:
+        accepted = inspect.signature(get_optimizer_class(base)).parameters
+        for key, value in arguments.items():
+            if key in accepted and isinstance(accepted[key].default, bool) and value not in (True, False):
+                raise ValueError(f"optimizer.kwargs.{key}={value}: expected true or false")
+        if base in ("adam", "adamw") and "fused" in accepted:
+            arguments.setdefault("fused", not arguments.get("foreach"))  # one kernel for all parameters
         return create_optimizer_v2(
             model,
             name,

@@ -32,9 +32,7 @@ def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
     given = {key: value for key, value in plain.items() if key not in NOT_OVERRIDABLE}
     try:
         _check_keys(recipe, given)
-        # A whole recipe says which arguments a network has, and so which it does not have.
-        whole = plain.keys() >= Recipe.model_fields.keys()
-        return validated(_merged(recipe.model_dump(mode="json"), given, replaced=("kwargs",) if whole else ()))
+        return validated(_merged(recipe.model_dump(mode="json"), given))
     except InputError as error:
         raise InputError(f"--recipe {path}: {error}") from None
 
@@ -47,14 +45,16 @@ def _check_keys(recipe: Recipe, plain: dict[str, Any], prefix: str = "") -> None
             check_key(recipe, f"{prefix}{key}")
 
 
-def _merged(before: dict[str, Any], given: dict[str, Any], replaced: tuple[str, ...]) -> dict[str, Any]:
+def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A whole table, as of a run's recipe.json, says which arguments there are, and so which there are not."""
+    whole = before.keys() <= given.keys()
     merged = dict(before)
     if given.get("name", before.get("name")) != before.get("name"):
         merged["kwargs"] = {}  # they were chosen for another network
     for key, value in given.items():
         inner = merged.get(key)
-        if key not in replaced and isinstance(value, dict) and isinstance(inner, dict):
-            merged[key] = _merged(inner, value, replaced)
+        if not (whole and key == "kwargs") and isinstance(value, dict) and isinstance(inner, dict):
+            merged[key] = _merged(inner, value)
         else:
             merged[key] = value
     return merged
