@@ -373,3 +373,39 @@ def test_a_state_is_of_a_url_and_a_url_is_a_text(tiny_bundle: Bundle, folder: Pa
 def test_the_command_names_the_url(tiny_bundle: Bundle, folder: Path, url: str, state: Path, vitx: Vitx) -> None:
     code, out, _ = vitx("predict", tiny_bundle.path, folder, "--out", url, "--state", state, "--device", "cpu")
     assert (code, f"{url}/{PREDICTIONS}" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "added", "named"),
+    [
+        ({"top_k": 3}, False, "another top_k"),
+        ({}, True, "another digest"),
+        ({"shard": (2, 3)}, False, "another number of jobs"),
+    ],
+)
+def test_jobs_of_machines_that_share_nothing_but_the_store_agree(
+    tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path, options: dict[str, Any], added: bool, named: str
+) -> None:
+    """Each has a folder of its own for its state: images were left out or twice, with exit code 0."""
+    run(tiny_bundle, folder, url, tmp_path / "a", shard=(1, 2))
+    before = objects(url)
+    if added:
+        (folder / "00a.png").write_bytes((folder / "06.png").read_bytes())
+    with pytest.raises(InputError, match=rf"has predictions of {named}"):
+        run(tiny_bundle, folder, url, tmp_path / "b", **{"shard": (2, 2)} | options)
+    assert objects(url) == before
+    (folder / "00a.png").unlink(missing_ok=True)
+    run(tiny_bundle, folder, url, tmp_path / "c", shard=(2, 2))
+    assert len(keys(url)) == 10
+
+
+def test_overwriting_removes_the_records_of_all_jobs(
+    tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        run(tiny_bundle, folder, url, tmp_path / str(number), shard=(number, 2))
+    run(tiny_bundle, folder, url, tmp_path / "whole", overwrite=True, top_k=1)
+    assert [name for name in objects(url) if "-of-" in name] == []
+    with pytest.raises(InputError, match="holds predictions of another run"):
+        run(tiny_bundle, folder, url, tmp_path / "1", shard=(1, 2))
+    assert len(keys(url)) == 10

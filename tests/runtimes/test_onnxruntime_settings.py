@@ -37,10 +37,13 @@ class Loaded:
     inputs: tuple[str, ...] = ("images",)
     outputs: tuple[str, ...] = ("logits",)
 
-    def __init__(self, path: str, options: Any, providers: Any, enable_fallback: int) -> None:
+    def __init__(
+        self, path: str, options: Any, providers: Any, enable_fallback: int, disabled_optimizers: list[str] | None
+    ) -> None:
         if self.error is not None:
             raise self.error
         self.path, self.options, self.providers, self.fallback = path, options, providers, enable_fallback
+        self.disabled = disabled_optimizers
         self.batches: list[int] = []
         self.made.append(self)
 
@@ -124,6 +127,7 @@ def test_8_bits_beside_a_half_type_run_as_they_stand(loaded: type[Loaded], bundl
     of_base = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": "int8", "base": base}))
     OnnxRuntimeSession(of_base, device="cpu")
     assert loaded.made[0].entry(QDQ) == ("" if base == "fp32" else "1")
+    assert (loaded.made[0].disabled is None) == (base == "fp32")
 
 
 def test_on_a_gpu_float32_is_no_tf32(

@@ -38,7 +38,10 @@ grpc = pytest.importorskip("grpc", reason="gRPC is an extra")
 triton = pytest.importorskip("tritonclient.grpc", reason="Triton's client is of the dev extra")
 
 
-def make_certificate(folder: Path, name: str = "localhost") -> tuple[Path, Path]:
+EC = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def make_certificate(folder: Path, name: str = "localhost", kind: tuple[str, ...] = EC) -> tuple[Path, Path]:
     """(certificate, key) in PEM, self-signed, for 127.0.0.1 and localhost."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl command")
@@ -48,9 +51,7 @@ def make_certificate(folder: Path, name: str = "localhost") -> tuple[Path, Path]
         "req",
         "-x509",
         "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
+        *kind,
         "-nodes",
         "-days",
         "2",
@@ -166,7 +167,7 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
             assert silent.recv(1) == b""
         assert server.line.startswith("vitx: serving tiny on https://127.0.0.1:")
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
-        root = certificate.read_bytes()
+        certificate.read_bytes()
         plain = http.client.HTTPConnection(server.host, server.port, timeout=5)
         plain.request("GET", "/v2")
         with pytest.raises((OSError, http.client.HTTPException)):
@@ -174,11 +175,13 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
         plain.close()
         with triton.InferenceServerClient(grpc_address(server), ssl=True, root_certificates=str(certificate)) as client:
             assert client.is_server_ready()
-        make_certificate(tmp_path)  # another pair in the same files
-        assert certificate.read_bytes() != root
-        server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: peer_certificate(server) == certificate.read_text())
-        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
+        for kind in (EC, ("rsa:2048",)):  # another pair in the same files; a context keeps one of each kind of key
+            before = certificate.read_bytes()
+            make_certificate(tmp_path, kind=kind)
+            assert certificate.read_bytes() != before
+            server.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: peer_certificate(server) == certificate.read_text())
+        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 2)
 
 
 def test_clients_need_a_certificate_of_the_given_authorities(folder: Path, tmp_path: Path) -> None:
@@ -247,11 +250,11 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="are no certificate with its key"):
             read_pem(ServeOptions(tls_cert=certificate, tls_key=wrong))
     pair: dict[str, Any] = {"tls_cert": certificate, "tls_key": key}
-    assert read_pem(ServeOptions(**pair)) == (key.read_bytes(), certificate.read_bytes(), None)
-    assert read_pem(ServeOptions(**pair, tls_client_ca=certificate)) == (
-        key.read_bytes(),
-        *[certificate.read_bytes()] * 2,
-    )
+    alone, mutual = read_pem(ServeOptions(**pair)), read_pem(ServeOptions(**pair, tls_client_ca=certificate))
+    assert alone is not None
+    assert mutual is not None
+    assert alone[:3] == (key.read_bytes(), certificate.read_bytes(), None)
+    assert mutual[:3] == (key.read_bytes(), *[certificate.read_bytes()] * 2)
     with pytest.raises(InputError, match="both --tls-cert and --tls-key"):
         read_pem(ServeOptions(tls_client_ca=certificate))
     for wrong in (key, tmp_path / "missing"):

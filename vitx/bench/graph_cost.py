@@ -16,7 +16,7 @@ import numpy as np
 
 from vitx.core.bundle import Bundle
 from vitx.core.latency import GraphCost
-from vitx.core.machine import sums_int8_exactly
+from vitx.core.machine import UNSIGNED_REWRITES, sums_int8_exactly
 from vitx.runtimes.session import image_shape
 
 # Operators whose output is their input's memory under another shape: they move no bytes.
@@ -68,14 +68,17 @@ def _profile(bundle: Bundle, *, optimized: bool) -> list[dict[str, Any]]:
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     # The profile leaves out the shapes and sizes of prepacked weights.
     options.add_session_config_entry("session.disable_prepacking", "1")
-    if rewrites_break(bundle.manifest):
+    disabled = UNSIGNED_REWRITES if rewrites_break(bundle.manifest) else None
+    if disabled:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     if not sums_int8_exactly():  # see OnnxRuntimeSession
         options.add_session_config_entry("session.x64quantprecision", "1")
     with tempfile.TemporaryDirectory() as folder:
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "profile")
-        session = onnxruntime.InferenceSession(str(bundle.model_path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(bundle.model_path), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
+        )
         images = np.zeros((1, *image_shape(bundle)), dtype=np.uint8)
         session.run([bundle.manifest.output.name], {bundle.manifest.input.name: images})
         events = json.loads(Path(session.end_profiling()).read_text())

@@ -1,5 +1,6 @@
 """`vitx train`: from a recipe to a run folder."""
 
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +89,9 @@ def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, qui
     from vitx.train.loop.interruption import TrainingStopped
 
     prints = is_first_process()
-    resuming = f"resume with `vitx train {resolved.name} --out {folder} --resume`"
+    again = ["vitx", "train", resolved.name, "--out", str(folder), "--resume", *["--skip-bad"] * choices["skip_bad"]]
+    again += ["--wandb", choices["wandb"]] if choices["wandb"] else []
+    resuming = f"resume with `{shlex.join(again)}`"
     try:
         result = train(resolved, folder, resume=resume, quiet=quiet, **choices)
     except TrainingStopped as stopped:

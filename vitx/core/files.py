@@ -226,10 +226,11 @@ def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
 
 
 @contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed.
 
-    Of a link that is what it leads to: the link stays. Raises InputError where no folder can be.
+    Of a link that is what it leads to: the link stays. Raises InputError where no folder can be, and unless it
+    `replaces` the old one, where another process has made one in the meantime.
     """
     check_folder(target)
     target = target.resolve()
@@ -241,9 +242,24 @@ def staged_folder(target: Path) -> Iterator[Path]:
         for path in (*stage.rglob("*"), stage):
             if path.is_file() or path.is_dir():  # a folder too: its files' names are in it
                 sync(path)
-        replace_folder(stage, target)
+        if replaces:
+            replace_folder(stage, target)
+        else:
+            _place_folder(stage, target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _place_folder(new: Path, target: Path) -> None:
+    with suppress(OSError):
+        target.rmdir()  # an empty one, which Windows does not replace
+    try:
+        os.rename(new, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise InputError(f"'{target}' was made by another process in the meantime: choose another folder") from None
+    sync(target.parent)
 
 
 def replace_folder(new: Path, target: Path) -> None:

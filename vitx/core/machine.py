@@ -90,6 +90,11 @@ def sums_int8_exactly(description: Path = Path("/proc/cpuinfo")) -> bool:
     return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(_of_first_core(description, *_FLAGS).split())
 
 
+# Rewrites of ONNX Runtime that take zero point 0 for the least code, as it is of uint8: before E4M3 one drops a Relu,
+# the other refuses a Clip, and no session option turns them off. For `disabled_optimizers`.
+UNSIGNED_REWRITES = ["ReluQuantRewrite", "ClipQuantRewrite"]
+
+
 @cache
 def cpu_architecture() -> str:
     """This processor's machine name and the instruction sets that matter to a runtime: `x86_64 avx2 fma avx512f`."""

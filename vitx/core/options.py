@@ -90,7 +90,9 @@ def comma_separated(given: Any) -> Any:
 
 
 def number_range(given: Any) -> Any:
-    """'4' → (4, 4), '2:8' → (2, 8), anything but a text as it is; raise ValueError unless 1 ≤ least ≤ most."""
+    """'4' → (4, 4), '2:8' or (2, 8) → (2, 8), anything else as it is; raise ValueError unless 1 ≤ least ≤ most."""
+    if isinstance(given, tuple) and len(given) == 2:
+        given = f"{given[0]}:{given[1]}"
     if not isinstance(given, str):
         return given
     least, _, most = given.partition(":")

@@ -121,6 +121,10 @@ class ExportOptions(Options):
                 if getattr(self.engine, name) != field.default:
                     flag = "--profiles" if name == "batches" else f"--{name.replace('_', '-')}"
                     raise ValueError(f"{flag} is of a plan, and none is built: leave it out, or add --trt or --trt-rtx")
+        if self.target == "cpu" and (self.trt or self.trt_rtx):
+            raise ValueError(
+                "--quantize-for cpu makes a graph that TensorRT does not read: leave --trt and --trt-rtx out"
+            )
         for name in self.outputs:
             if name not in OUTPUTS:
                 raise unknown_name("--output", name, OUTPUTS)

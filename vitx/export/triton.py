@@ -54,6 +54,8 @@ def triton_repository(
         _check_plan_use(info, max_batch, device)
     target = out_dir / bundle.manifest.name
     check_triton_model(target)
+    if plan is None:
+        check_triton_precision(bundle.manifest.precision, bundle.manifest.base, device)
     kind = "KIND_GPU" if info is not None or device == "gpu" else "KIND_CPU"
     with staged_folder(target) as stage:
         (stage / "1").mkdir()  # the version of the model
@@ -66,6 +68,14 @@ def triton_repository(
             encoding="utf-8",
         )
     return target
+
+
+def check_triton_precision(precision: str, base: str | None, device: str | None = None) -> None:
+    """Raise InputError for a graph that Triton's ONNX Runtime backend, which takes no session options, cannot load."""
+    if precision == "fp8":
+        raise InputError("Triton's ONNX Runtime backend fuses E4M3 into kernels that refuse it: give it a plan (--trt)")
+    if device != "gpu" and "bf16" in (precision, base):
+        raise InputError("Triton's ONNX Runtime backend has no bfloat16 kernels on a CPU: give it a plan (--trt)")
 
 
 def check_triton_model(target: Path) -> None:

@@ -51,7 +51,7 @@ def summarize(name: str) -> NetworkSummary:
     image = torch.empty(1, *config["input_size"], device="meta")
     return NetworkSummary(
         name=name,
-        what=(timm.model_entrypoint(name).__doc__ or "").strip().splitlines()[0],
+        what=(timm.model_entrypoint(name).__doc__ or "").strip().partition("\n")[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         gmacs=round(count_flops(model, image) / 2e9, 4),
         tokens=model.pos_embed.shape[1] if isinstance(getattr(model, "pos_embed", None), nn.Parameter) else None,

@@ -162,7 +162,9 @@ def _compare_served(
 ) -> ServedComparison:
     if candidate.bundle is None:
         raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
-    with serving(candidate.bundle.path, device=options.device) as url:
+    # What was compared: by default a server takes the fastest runtime of the certificate, whose limits are others.
+    runtime = options.runtime or "onnxruntime"
+    with serving(candidate.bundle.path, device=options.device, runtime=runtime) as url:
         return compare_served(
             url,
             reference.session,

@@ -20,7 +20,7 @@ from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
 from vitx.export.bundling import bundle_name
 from vitx.export.hub import check_hub_folder, write_hub_folder
-from vitx.export.triton import check_triton_model
+from vitx.export.triton import check_triton_model, check_triton_precision
 from vitx.parity.certification import certify_models, record_verdicts
 from vitx.parity.comparison import Comparison
 from vitx.parity.executables.listing import CANDIDATES, INT8, RUNTIMES_BY_DEFAULT
@@ -60,6 +60,8 @@ def export_certified(
     if options.triton is not None:
         written["--triton"] = options.triton / bundle_name(out)
         check_triton_model(written["--triton"])
+        if not options.trt:
+            check_triton_precision(options.precision, options.base_type())
     _require_apart(written)
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 

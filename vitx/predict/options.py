@@ -35,7 +35,9 @@ WHOLE = Share(1, 1)
 
 
 def _parse_share(given: Any) -> Any:
-    """'3/32' → Share(3, 32), anything but a text as it is; raise ValueError unless 1 ≤ I ≤ N."""
+    """'3/32' or (3, 32) → Share(3, 32), anything else as it is; raise ValueError unless 1 ≤ I ≤ N."""
+    if isinstance(given, tuple) and len(given) == 2:
+        given = f"{given[0]}/{given[1]}"
     if not isinstance(given, str):
         return given
     if not (numbers := re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", given)):

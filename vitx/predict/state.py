@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from vitx.core.errors import InputError
 from vitx.core.files import make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory
+from vitx.predict.inputs.stores import shown
 from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import COPY, Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
@@ -195,16 +196,20 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
     _refuse_changes(out, before, settings, remedy="remove that one")
 
 
+def _shown(value: Any) -> Any:
+    return shown(value) if isinstance(value, str) else value
+
+
 def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any], remedy: str = "pass --overwrite") -> None:
     for name, value in now.items():
         was = before.get(name, False)  # an option that is newer than the run was off
         if was != value and name == "listing":
             raise InputError(
-                f"images were added to '{now['input']}' or removed since the first job listed it: the jobs would leave "
-                "some out; choose another folder for all of them"
+                f"images were added to '{shown(now['input'])}' or removed since the first job listed it: the jobs "
+                "would leave some out; choose another folder for all of them"
             )
         if was != value:
             raise InputError(
-                f"'{out}' holds predictions of another run: {name} was {was}, is {value} now; "
+                f"'{out}' holds predictions of another run: {name} was {_shown(was)}, is {_shown(value)} now; "
                 f"choose another folder, or {remedy}"
             )

@@ -10,6 +10,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record, read_record, sha256_file, write_json
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.inputs.stores import shown
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
@@ -96,7 +97,7 @@ class PredictionSummary(Record):
                     f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the ledger in "
                     ".vitx was changed meanwhile: choose another folder, or pass --overwrite"
                 )
-        if self.errors > max_error_rate * self.images:
+        if self.images and self.errors / self.images > max_error_rate:
             raise CheckFailed(
                 f"{self.errors} of {self.images} images are unreadable, more than --max-error-rate {max_error_rate:g}: "
                 "the column `error` has the reasons; all others are predicted"
@@ -130,7 +131,7 @@ def summarize(
         bundle=bundle.manifest.name,
         bundle_sha256=sha256_file(bundle.path / MANIFEST),
         certified=certified,
-        input=escape_invalid_utf8(run["input"]),
+        input=escape_invalid_utf8(shown(run["input"])),
         images=totals.images,
         errors=totals.errors,
         shards=totals.shards,

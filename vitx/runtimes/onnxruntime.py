@@ -13,7 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, Manifest, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line
-from vitx.core.machine import local_gpus, sums_int8_exactly
+from vitx.core.machine import UNSIGNED_REWRITES, local_gpus, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 from vitx.runtimes.plan_choice import split_batch
@@ -115,7 +115,8 @@ class OnnxRuntimeSession(Session):
         options.log_severity_level = 3
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
-        if rewrites_break(self._manifest):
+        disabled = UNSIGNED_REWRITES if rewrites_break(self._manifest) else None
+        if disabled:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         if providers[0] == _CPU and not sums_int8_exactly():
             # uint8 by uint8 does not saturate: a certificate must hold on every processor (docs/precision.md).
@@ -126,7 +127,9 @@ class OnnxRuntimeSession(Session):
         try:
             # With fallback enabled, ONNX Runtime would drop a failing provider and only print a note.
             content = graph if isinstance(graph, bytes) else str(graph)
-            return onnxruntime.InferenceSession(content, options, providers=providers, enable_fallback=0)
+            return onnxruntime.InferenceSession(
+                content, options, providers=providers, enable_fallback=0, disabled_optimizers=disabled
+            )
         except _LOAD_ERRORS as error:
             if providers[0] == _CPU and "bf16" in (self._manifest.precision, self._manifest.base):
                 raise EnvironmentMissing(

@@ -98,11 +98,12 @@ def _host_name(host: str | None) -> str:
 
 
 class Pem(NamedTuple):
-    """In PEM. client_ca: whose certificates clients need; None: they need none."""
+    """In PEM. client_ca: whose certificates clients need; None: they need none. context: of the same."""
 
     key: bytes
     chain: bytes
     client_ca: bytes | None
+    context: ssl.SSLContext
 
 
 def read_pem(options: ServeOptions) -> Pem | None:
@@ -119,10 +120,10 @@ def read_pem(options: ServeOptions) -> Pem | None:
     except (OSError, ssl.SSLError) as error:  # a missing file, no PEM, or a key of another certificate
         raise InputError(f"'{certificate}' and '{key}' are no certificate with its key, in PEM: {error}") from None
     if authorities is None:
-        return Pem(*pair, None)
+        return Pem(*pair, None, context)
     try:
         context.load_verify_locations(authorities)
-        return Pem(*pair, authorities.read_bytes())
+        return Pem(*pair, authorities.read_bytes(), context)
     except (OSError, ssl.SSLError) as error:
         raise InputError(f"--tls-client-ca '{authorities}' has no certificates in PEM: {error}") from None
 

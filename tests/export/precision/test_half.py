@@ -332,3 +332,19 @@ def test_an_operator_without_the_type_stays_in_float32() -> None:
         ("Cast FLOAT", "m", "m/as float"),
         ("Selu", "m/as float", "logits"),
     ]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_what_is_float32_whatever_the_others_are_stays(kind: int, dtype: Any) -> None:
+    """The scales of a Resize: the checker refused the graph, after the whole export."""
+    nodes = [
+        node("Add", "x c", "a"),
+        node("Reshape", "a square", "s"),
+        helper.make_node("Resize", ["s", "", "scales"], ["r"], "R", mode="nearest"),
+        node("Reshape", "r flat", "logits"),
+    ]
+    shapes = {"square": np.array([-1, 3, 4, 4]), "flat": np.array([-1, 192])}
+    constants: dict[str, Any] = {"c": np.float32(0.5), "scales": np.array([1, 1, 2, 2], np.float32), **shapes}
+    graph = graph_of(nodes, **constants)
+    half = checked(HalfGraph(Dataflow(graph), kind).build(()))
+    assert held(half)["scales"].dtype == np.float32

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.execution import logits_of
 from vitx.export.precision.acceptance import Bounds, Judge, SamplingPlan, agreement_of
 from vitx.export.precision.calibration import MIN_IMAGES, PERCENTILE, Activations, require_images, split_images
 from vitx.export.precision.placement import find_layers
@@ -284,3 +285,32 @@ def test_accept_is_asked_within_the_bounds_alone() -> None:
     broken = graph_of([helper.make_node("MatMul", ["x", "W"], ["logits"], name="n")], W=np.full((48, 48), np.nan))
     with pytest.raises(CheckFailed, match="the float32 graph itself gives logits that are not finite"):
         Judge(broken, images_of(8), Bounds(0.5))
+
+
+def test_a_scale_that_is_rounded_down_gives_no_nan() -> None:
+    """Beside float16 the scale of a small channel is a subnormal, of few bits."""
+    small = np.linspace(-1, 1, 48, dtype=np.float32)[:, None] * np.geomspace(1e-5, 1e-3, 48, dtype=np.float32)
+    graph = graph_of([helper.make_node("MatMul", ["x", "W"], ["logits"], "H")], W=small)
+    codes = QuantizedGraph(Dataflow(graph), "fp8", "tensorrt", "fp16").weight("W", 1)["codes"].astype(np.float32)
+    assert np.isfinite(codes).all()
+    assert np.abs(codes).max() <= 448
+
+
+@pytest.mark.parametrize("between", ["Relu", "Clip"])
+def test_nothing_before_signed_codes_is_rewritten(between: str) -> None:
+    """ONNX Runtime takes zero point 0 for the least code, and so dropped the Relu before E4M3, and refused the Clip."""
+    rng = np.random.default_rng(0)
+    bounds = {} if between == "Relu" else {"low": np.float32(0), "high": np.float32(6)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "W"], ["h"], "H"),
+        helper.make_node(between, ["h", *bounds], ["r"], "R"),
+        helper.make_node("MatMul", ["r", "V"], ["logits"], "LOGITS"),
+    ]
+    weights = {name: rng.normal(0, 0.02, (48, 48)).astype(np.float32) for name in ("W", "V")}
+    graph = graph_of(nodes, **weights, **bounds)
+    images = rng.integers(0, 256, (16, 4, 4, 3), dtype=np.uint8)
+    ranges = {name: Activations(limit=256.0, largest=255.0, smallest=-100.0) for name in ("x", "r")}
+    quantized = QuantizedGraph(Dataflow(graph), "fp8", "tensorrt", "fp32")
+    found = logits_of(quantized.build(list(quantized.layers), ranges, "max"), images, fused=False)
+    exact = logits_of(graph, images)
+    assert np.abs(found - exact).max() < 0.3 * exact.std()

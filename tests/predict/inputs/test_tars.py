@@ -6,8 +6,10 @@ import gzip
 import io
 import random
 import tarfile
+import threading
 import tracemalloc
 import zlib
+from concurrent.futures import CancelledError
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -219,3 +221,19 @@ def test_what_tarfile_trips_over_is_damage_like_any_other(data: bytes, images: i
     assert found[:2] == IMAGES[: min(images, 2)]
     assert len(found) == images
     assert error.startswith(reason), error
+
+
+def test_a_stop_ends_between_images() -> None:
+    """Of a tar of films the next image may be hours away."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in ("0.png", "film.mp4"):
+            member = tarfile.TarInfo(name)
+            member.size = 100_000
+            archive.addfile(member, io.BytesIO(bytes(member.size)))
+    stopped = threading.Event()
+    images = tar_images(io.BytesIO(file.getvalue()), None, stopped)
+    assert next(images)[0] == "0.png"
+    stopped.set()
+    with pytest.raises(CancelledError):
+        next(images)

@@ -108,3 +108,11 @@ def test_a_process_that_died_is_told(
         )
     else:
         assert found.value is error
+
+
+def test_a_loader_that_was_killed_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(EnvironmentMissing, match=r"images was killed, perhaps for want of memory: .* with --resume"),
+        explain_lost_process(RunFolder(tmp_path)),
+    ):
+        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")

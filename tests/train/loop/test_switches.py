@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cli_fixture import Vitx
@@ -17,8 +18,10 @@ from training_jobs import TINY, TINY_SETTINGS, VitxProcess, metrics_of, recipe_o
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
 from vitx.models.public_checkpoint import save_weights
+from vitx.train import train
 from vitx.train.loop.checkpoint import best_row, load_newest
 from vitx.train.loop.distributed.processes import ALONE
+from vitx.train.loop.environment import RunEnvironment
 from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
 from vitx.train.loop.trainer import Trainer
 from vitx.train.recipes.recipe import Recipe
@@ -91,6 +94,34 @@ def test_a_set_smaller_than_a_batch_has_the_rate_of_its_own_batch(image_folder: 
     assert trainer.data.batch_size == images < 512
     expected = trainer.recipe.optimizer.lr * images / 512
     assert trainer.optimizer.param_groups[0]["initial_lr"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_channels_last_resumes_with_the_same_bits(image_folder: Path, tmp_path: Path, name: str) -> None:
+    """A fused optimizer walks through memory as it lies: moments with other strides met the wrong weights."""
+    recipe = small(image_folder, "execution.channels_last=true", f"optimizer.name={name}", "optimizer.momentum=0.9")
+    train_one(recipe, tmp_path / "whole", {})
+
+    def stop(_epoch: int, _model: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "parts", device="cpu", quiet=True, after_epoch=stop)
+    train_one(recipe, tmp_path / "parts", {}, True)
+    assert metrics_of(tmp_path / "whole")[-1]["losses"] == metrics_of(tmp_path / "parts")[-1]["losses"]
+    states = [load_file(tmp_path / run / "checkpoints/last/model.safetensors") for run in ("whole", "parts")]
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+def test_a_run_folder_that_another_training_made_meanwhile_is_left_alone(image_folder: Path, tmp_path: Path) -> None:
+    first, second = (trainer_of(small(image_folder), tmp_path / "run") for _ in range(2))
+    (tmp_path / "run").mkdir()  # an empty one is taken
+    first.open_run()
+    before = (tmp_path / "run" / "run.json").stat().st_mtime_ns
+    with pytest.raises(InputError, match="was made by another process in the meantime"):
+        second._make_folder(RunEnvironment.read(tmp_path / "run"))
+    assert (tmp_path / "run" / "run.json").stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_resumed_run_needs_its_initial_weights_no_more(image_folder: Path, tmp_path: Path) -> None:
@@ -277,6 +308,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(image_folder: Path, tmp_path: Pat
         (("execution.precision=float16", "optimizer.sam_rho=0.1"), "sam_rho needs unscaled gradients"),
         (("execution.parallel=fsdp", "optimizer.sam_rho=0.1"), r"execution\.parallel=fsdp goes without"),
         (("losses.attention=0.1", "execution.grad_checkpointing=true"), r"set losses\.attention_maps=softmax"),
+        (("execution.parallel=fsdp", "execution.channels_last=true"), r"set execution\.channels_last=false"),
         (("model.kwargs.pretrained=true",), r"it follows from model\.initial_checkpoint=timm"),
     ],
 )

@@ -321,6 +321,8 @@ def test_a_teacher_takes_its_weight_from_the_labels(heads: int) -> None:
 
 def test_the_grid_is_that_of_a_square_embedding() -> None:
     assert patch_grid(timm.create_model("deit_digits", depth=1, img_size=24)) == PatchGrid(6, 4)
+    hybrid: Any = timm.create_model("vit_tiny_r_s16_p8_224", depth=1)  # 8 features a patch, of 4 pixels each
+    assert patch_grid(hybrid) == PatchGrid(7, 32)
     oblong: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=(32, 64))
     assert patch_grid(oblong) is None
     embedding = SimpleNamespace(grid_size=(8, 8), patch_size=(4, 6))

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 
 from vitx.core.errors import CheckFailed
-from vitx.core.machine import sums_int8_exactly
+from vitx.core.machine import UNSIGNED_REWRITES, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
@@ -19,7 +19,7 @@ BATCH = 4
 
 
 def run_with_outputs(
-    graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array, batch: int = BATCH
+    graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array, batch: int = BATCH, *, fused: bool = True
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Yield the values of the named tensors, one dictionary a batch of images; memory is that of one batch."""
     watched = onnx.ModelProto()
@@ -27,7 +27,7 @@ def run_with_outputs(
     # ONNX Runtime only hands out the graph's outputs, so the tensors become outputs; their types are inferred.
     present = {value.name for value in watched.graph.output}
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in present)
-    session = open_session(watched)
+    session = open_session(watched, fused=fused)
     (source,) = session.get_inputs()
     for chunk in batches(images, batch):
         yield dict(zip(tensors, session.run(list(tensors), {source.name: chunk}), strict=True))
@@ -56,7 +56,8 @@ def batches(images: UInt8Array, size: int) -> Iterable[UInt8Array]:
 def open_session(graph: onnx.ModelProto, *, fused: bool = True) -> Any:
     """A session on the CPU; raise CheckFailed with ONNX Runtime's reason when it cannot run the graph.
 
-    Without `fused` Q and DQ run as they stand: ONNX Runtime fuses E4M3 into a kernel that then refuses the type.
+    Without `fused` Q and DQ run as they stand: see `UNSIGNED_REWRITES`. ONNX Runtime fuses E4M3 into a kernel that then
+    refuses the type.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -64,8 +65,11 @@ def open_session(graph: onnx.ModelProto, *, fused: bool = True) -> Any:
         options.add_session_config_entry("session.x64quantprecision", "1")
     if not fused:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    disabled = None if fused else UNSIGNED_REWRITES
     try:
-        return onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            graph.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
+        )
     # ONNX Runtime's errors share no base class but Exception; each of them is a verdict on the graph.
     except Exception as error:  # noqa: BLE001
         raise CheckFailed(f"ONNX Runtime cannot run the graph on the CPU: {error}") from None

@@ -73,7 +73,8 @@ class _HalfWriter:
             copy = copy_of(node)
             for index, name in enumerate(node.input):
                 if name and self.flow.is_float(name):
-                    copy.input[index], casts = self._input(name, by_half=node.name in self.in_half)
+                    by_half = node.name in self.in_half and not _is_float32_only(node, index)
+                    copy.input[index], casts = self._input(name, by_half=by_half)
                     yield from casts
             if node.name in self.in_half:
                 self._retype(copy)
@@ -119,6 +120,15 @@ class _HalfWriter:
                 given.i = self.element_type
             if given.name == "value" and given.t.data_type == TensorProto.FLOAT:
                 _convert(given.t, NUMPY_TYPES[self.element_type])
+
+
+def _is_float32_only(node: onnx.NodeProto, index: int) -> bool:
+    """Whether this input is float32 whatever the others are, as the scales of a Resize."""
+    try:
+        inputs = onnx.defs.get_schema(node.op_type, domain=node.domain).inputs
+    except onnx.defs.SchemaError:  # of another domain than ONNX's
+        return False
+    return bool(inputs[min(index, len(inputs) - 1)].type_str == "tensor(float)")
 
 
 def _convert(tensor: TensorProto, dtype: np.dtype[Any]) -> None:

@@ -139,7 +139,8 @@ def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, st
     """What names the images of an input that is no folder, their base, and themselves; `beside` is told other names."""
     if not stores.exists(source):
         if not glob.has_magic(source):
-            raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
+            where = stores.shown(source)
+            raise InputError(f"there is nothing at '{where}': expected a folder of images, a file, a pattern or a URL")
         return "pattern", "", _images_of(stores.expand(source), beside)
     above, _, name = source.rpartition("/")
     base = above or ("/" if source.startswith("/") else "")
@@ -149,8 +150,8 @@ def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, st
         return "list", base, _lines(source)
     if not (stores.is_image_name(name) or name.lower().endswith(CONTAINER_NAMES)):
         raise InputError(
-            f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
-            f"or a list of paths in {', '.join(LIST_NAMES)}"
+            f"'{stores.shown(source)}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, "
+            f".parquet, or a list of paths in {', '.join(LIST_NAMES)}"
         )
     return "image", base, _images_of([name], beside)
 
@@ -229,7 +230,7 @@ def read_shard(
         else:
             seen: Counter[int] = Counter()  # of hashes: a million names would take more memory
             with stores.open_stream(stores.join(base, shard.location), stopped) as file:
-                for name, content in tar_images(file, skipped):
+                for name, content in tar_images(file, skipped, stopped):
                     seen[hash(name)] += 1
                     place = "" if seen[hash(name)] == 1 else f"/{seen[hash(name)]}"  # which is the name of no image
                     yield Item(f"{shard.location}/{name}{place}", content, version=version)

@@ -195,7 +195,9 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._whole = self._whole and (offset, whence) == (0, io.SEEK_CUR)  # as `tell` asks
         if whence == io.SEEK_END:
-            offset += int(self._tried(lambda file: file.size))
+            if (size := self._tried(lambda file: file.size)) is None:
+                raise OSError("the server gives no part of a file, or not its length: copy it to this machine")
+            offset += int(size)
         self._place = offset + (self._place if whence == io.SEEK_CUR else 0)
         return self._place
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError
 from vitx.core.preprocess import ImageError
+from vitx.core.urls import without_password
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import remote
 
@@ -56,6 +57,11 @@ def absolute(location: str) -> str:
     folder, name = (os.path.realpath(f"{above}/.."), below.strip("/")) if dots else (os.getcwd(), location)
     # Of a pattern the folders above are none: they may have brackets or stars in their names.
     return os.path.abspath(os.path.join(folder if os.path.exists(location) else glob.escape(folder), name))
+
+
+def shown(location: str) -> str:
+    """What a message or a summary says of it: without password and query, if it is a URL."""
+    return without_password(location) if is_url(location) else location
 
 
 def is_image_name(name: str) -> bool:
@@ -190,7 +196,7 @@ def _look(location: str, question: str, **options: Any) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ImageError) as error:
-        raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
+        raise EnvironmentMissing(f"cannot look for '{shown(location)}': {error}") from None
 
 
 def _listed(system: Any, question: str, path: str, problem: str = "cannot list the folder", **options: Any) -> Any:

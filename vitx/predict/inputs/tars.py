@@ -7,8 +7,10 @@ not check the CRC of gzip. Here a file is whole if its last member is followed b
 import io
 import re
 import tarfile
+import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import IO, BinaryIO, cast
 
@@ -25,10 +27,13 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?(?:/|$))")
 
 
-def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[tuple[str, bytes | ImageError]]:
+def tar_images(
+    file: BinaryIO, skipped: SkippedNames | None = None, stopped: threading.Event | None = None
+) -> Iterator[tuple[str, bytes | ImageError]]:
     """Yield the name of each visible image and its content, or why it has none; other names are added to `skipped`.
 
-    Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded.
+    Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded. When
+    `stopped` is set, CancelledError: there may be hours of other files between two images.
     """
     with tarfile.open(fileobj=_uncompressed(file), mode="r|*", tarinfo=WholeTarInfo) as archive:
         rest = cast(IO[bytes], archive.fileobj)
@@ -46,6 +51,8 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
             # To the next header. tarfile would read on behind the end of the file, as far as the member says that it
             # goes: for ever, if that is damaged.
             while (left := archive.offset - rest.tell()) > 0:
+                if stopped is not None and stopped.is_set():
+                    raise CancelledError
                 if not rest.read(min(left, BLOCK_BYTES)):
                     raise tarfile.ReadError(f"the file ends before byte {archive.offset:,}, where a member ends")
         check_only_zeros(rest, archive.offset)  # also to the end of what is compressed, where gzip's CRC is

@@ -7,6 +7,7 @@ folder: what the ledger has recorded is in the store, and what a stop left there
 import inspect
 import json
 import os
+import re
 import socket
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.files import sha256_bytes
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.remote import attempts, remote_filesystem
 from vitx.predict.ledger import Ledger
@@ -22,6 +24,10 @@ from vitx.predict.outputs.parts import PREDICTIONS, part_path
 
 # Stores whose objects appear whole. memory is of this process: for tests.
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+
+# The markers and summaries of a run and of jobs, and what of a run's description is not the same for all jobs.
+_RECORD = re.compile(r"(\.vitx|summary)(-[0-9]{5,}-of-[0-9]{5,})?\.json")
+_OF_ONE_JOB = ("id", "skipped", "measured")
 
 
 class Mirror:
@@ -50,7 +56,8 @@ class Mirror:
         with suppress(ValueError):
             marker = dict(json.loads(self._ask("cat_file", marked) or b"{}"))
         if overwrite:
-            for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
+            records = [name for name in self._names() if _RECORD.fullmatch(name)]  # of jobs of a --shard too
+            for name in (*(f"{PREDICTIONS}/{part}" for part in parts), *records):
                 self._ask("rm_file", f"{self._root}/{name}")
             parts, marker = {}, {}
         if (parts or marker) and marker.get("run") != run:
@@ -60,17 +67,50 @@ class Mirror:
                 f"'{self.url}' holds predictions of another run ({where}): name that folder with --state, choose "
                 f"another URL, or {remedy}"
             )
-        mark = json.dumps({"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}).encode()
+        said = {name: value for name, value in ledger.description().items() if name not in _OF_ONE_JOB}
+        agreed = {
+            name: sha256_bytes(repr(value).encode())[:16] for name, value in said.items()
+        }  # not in words: an input may have a password
+        place = {"host": socket.gethostname(), "state": os.path.abspath(self._out)}
+        mark = json.dumps({"run": run, **place, "agreed": agreed}).encode()
         # Of two runs that begin at once the store takes one, if it can.
         can = "mode" in inspect.signature(self._system.pipe_file).parameters
         new = {"mode": "create"} if can and not marker else {}
         self._ask("pipe_file", marked, mark, **new)
+        try:
+            self._refuse_others(agreed)  # after it: of two jobs that begin at once, one sees the other
+        except InputError:
+            if not marker:
+                self._ask("rm_file", marked)
+            raise
         if not summary.exists():
             self._ask("rm_file", f"{self._root}/{summary.name}")
         for number, _, _ in ledger.records():
             path = part_path(self._out, number)
             if parts.get(path.name) != path.stat().st_size:
                 self.put(path, f"{PREDICTIONS}/{path.name}")
+
+    def _refuse_others(self, agreed: dict[str, str]) -> None:
+        """Raise InputError for the marker of a run that is no job of this one: images would be lost or doubled."""
+        for name in self._names():
+            if name == self._marker or not name.startswith(".vitx") or not _RECORD.fullmatch(name):
+                continue
+            other: dict[str, Any] = {}
+            with suppress(ValueError):
+                other = dict(json.loads(self._ask("cat_file", f"{self._root}/{name}") or b"{}"))
+            theirs = other.get("agreed", agreed)  # an older version's has none
+            what = ", ".join(sorted(key for key in agreed if agreed[key] != theirs.get(key)))
+            if name.rpartition("-of-")[2] != self._marker.rpartition("-of-")[2]:
+                what = "number of jobs"
+            if what:
+                raise InputError(
+                    f"'{self.url}' has predictions of another {what} ({name}, of {other.get('host')}): choose another "
+                    "URL for all jobs, or remove those"
+                )
+
+    def _names(self) -> list[str]:
+        """Of what lies beside the predictions."""
+        return [str(entry["name"]).rpartition("/")[2] for entry in self._ask("ls", self._root, detail=True) or ()]
 
     def put(self, path: Path, name: str) -> None:
         self._ask("put_file", os.fspath(path), f"{self._root}/{name}")

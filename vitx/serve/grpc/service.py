@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
-from vitx.serve.callbacks import read_on_thread, start_kept
+from vitx.serve.callbacks import read_on_thread
 from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
@@ -23,7 +23,6 @@ from vitx.serve.server_core import ServerCore
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, context) → response
 Answer = Callable[[Any], Any]  # request → the response as JSON, or what is awaited for it
 
-_LOADING: set[asyncio.Task[Any]] = set()  # and unloading, for clients who may be gone
 _MANY_NUMBERS = 1 << 14  # sent one by one: they are read beside the event loop
 _SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
 
@@ -107,10 +106,10 @@ def _answered(name: str, answer: Answer) -> Call:
 
     async def call(request: Any, context: Any) -> Any:
         found = answer(request)
-        if isawaitable(found):  # a load goes on to its end without its client, who is told what becomes of it
-            loading = start_kept(found, _LOADING)  # type: ignore[arg-type]  # a coroutine
-            loading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
-            found = await asyncio.shield(loading)
+        if isawaitable(found):  # a load goes on to its end without its client
+            (found,) = await asyncio.shield(asyncio.gather(found, return_exceptions=True))
+            if isinstance(found, Exception):
+                raise found
         return ParseDict(found or {}, response(), ignore_unknown_fields=True)
 
     return call

@@ -129,10 +129,9 @@ class Repository:
 
     def _remove_surplus(self, name: str) -> None:
         """Unload the versions that are on disk and, since a later one came, not to be served any more."""
-        served = self._seen()
-        for version in self._models.versions(name):
-            if (name, version) not in served and self._folder and (self._folder / name / version / MANIFEST).is_file():
-                self._remove((name, version))
+        surplus = (bundles_in(self._folder) if self._folder else {}).keys() - self._seen().keys()
+        for key in surplus & {(name, version) for version in self._models.versions(name)}:
+            self._remove(key)
 
     def _remove(self, key: ModelKey) -> None:
         self._models.remove(key, self._retire_seconds)
@@ -162,7 +161,7 @@ class Repository:
             for key in changed:
                 async with self._busy:
                     if (path := self._seen().get(key)) is not None:
-                        with suppress(RequestError):
+                        with suppress(RequestError, InputError, OSError):  # refused, or the folder is gone
                             await self._load_one(key, path)
                             self._remove_surplus(key[0])
 

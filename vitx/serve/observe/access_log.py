@@ -22,7 +22,7 @@ from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
 _WAITING = 65_536  # lines to be written; when the disk hangs, later ones are dropped, so that memory stays bounded
-_LINES_A_WRITE = 256
+_ATOMIC_BYTES = 4096  # PIPE_BUF: no other process writes between those of one write to a pipe
 _GATHER_SECONDS = 0.05  # between two writes: to be woken by each line would cost the event loop more than the lines
 _REPEAT_SECONDS = 60.0  # between two reports of a disk that takes no lines
 _CLOSE_SECONDS = 5.0  # for the last lines, when the disk hangs
@@ -102,7 +102,7 @@ class AccessLog:
         while self._lines:
             if (line := self._lines.popleft()) is not None:
                 lines.append(line)
-            if lines and (line is None or len(lines) == _LINES_A_WRITE or not self._lines):
+            if lines and (line is None or not self._lines or sum(map(len, lines)) > _ATOMIC_BYTES // 2):
                 self._write(lines)
                 lines = []
             if line is None:

@@ -76,7 +76,7 @@ class Server:
         """A worker has a `link` to its parent."""
         self._options, self._listener, self._link = options, listener, link
         skipped = set() if link is None else link.siblings.unloaded()
-        offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
+        first = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
         self._pem = read_pem(options)
         observers: list[RequestObserver] = []
         if options.access_log is not None:
@@ -85,7 +85,7 @@ class Server:
             with naming_extra("otel"):
                 from vitx.serve.observe.opentelemetry import Tracing
             observers.append(Tracing(options.otlp_endpoint))
-        self._core = core = ServerCore(options, offers, observers)
+        self._core = core = ServerCore(options, first, observers)
         kind = Repository if link is None else partial(SharedRepository, link.siblings)
         self._repository = kind(core.models, core.loader, core.metrics, offers)
         core.repository = self._repository if options.management else None
@@ -202,11 +202,10 @@ class Server:
 
     def _on_hangup(self, number: int, frame: object) -> None:
         """SIGHUP: load the TLS certificate and the bundles again."""
-        options = self._options
-        if options.tls_cert is not None and self._uvicorn.config.ssl is not None:
-            try:
-                read_pem(options)
-                self._uvicorn.config.ssl.load_cert_chain(options.tls_cert, options.tls_key)
+        if self._uvicorn.config.ssl is not None:
+            try:  # a context keeps the certificate of each kind of key: new handshakes get a fresh one
+                fresh = read_pem(self._options)
+                self._uvicorn.config.ssl.sni_callback = lambda new, *_: setattr(new, "context", fresh and fresh.context)
             except InputError as error:
                 log(f"vitx: the TLS certificate stays: {error}")
         if self._draining is None:

@@ -50,14 +50,17 @@ class SharedRepository(Repository):
                     await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
                 if [*self._models] == before:
                     raise
-            what = work.__name__
             self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
-            for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
+            for index, data in (await self._siblings.ask_others(work.__name__, name, seconds=_LOAD_SECONDS)).items():
                 if refused is None and (error := json.loads(data)["error"]):
-                    others = f"other workers did {what} '{name[:80]}': ask again"
+                    others = f"other workers did {work.__name__} '{name[:80]}': ask again"
                     raise unavailable(f"worker {index}: {error}; {others}", "load_refused")
             if refused is not None:
                 raise refused
+
+    async def _load_one(self, *bundle: Any) -> None:
+        await super()._load_one(*bundle)  # also by `watch`
+        self._siblings.note_unloaded(bundle[0][0], is_unloaded=False)
 
     async def _answer_refused(self, refusal: str) -> bytes:
         name, version, text = json.loads(refusal)

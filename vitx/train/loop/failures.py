@@ -49,6 +49,11 @@ def explain_lost_process(run: RunFolder) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if str(error).startswith("DataLoader worker"):
+            raise EnvironmentMissing(
+                f"a process that prepares images was killed, perhaps for want of memory: '{run.path}' keeps its last "
+                "checkpoint; lower workers or batch_size, and go on with --resume"
+            ) from None
         # gloo raises a plain RuntimeError that names its source file.
         if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise

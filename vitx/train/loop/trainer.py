@@ -246,7 +246,7 @@ class Trainer:
             data=str((self.run.path / SPLIT_FILE).absolute()) if self.train_images.by_hash else self.recipe.data,
             seed=self.recipe.seed,
         )
-        with staged_folder(self.run.path) as stage:
+        with staged_folder(self.run.path, replaces=False) as stage:
             write_json(stage / RECIPE_FILE, self.recipe)
             write_json(stage / ENVIRONMENT_FILE, environment)
             write_bytes(stage / FIRST_BATCH, first_batch(self.data))

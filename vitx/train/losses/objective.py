@@ -46,7 +46,8 @@ def patch_grid(model: nn.Module) -> PatchGrid | None:
     grid_size = getattr(embedding, "grid_size", None)  # (rows, columns), timm's name
     if not grid_size or grid_size[0] != grid_size[1]:
         return None
-    return PatchGrid(grid_size[0], embedding.patch_size[0])
+    size = getattr(embedding, "img_size", None)  # from it, as a hybrid's patch_size is in features
+    return PatchGrid(grid_size[0], size[0] // grid_size[0] if size else embedding.patch_size[0])
 
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
@@ -57,8 +58,11 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
             "losses.cosine=0, losses.contrastive=0 and losses.mixing=0, or choose a model of `vitx models`"
         )
-    if losses.mixing and not isinstance(getattr(model, "patch_drop", nn.Identity()), nn.Identity):
-        raise InputError("losses.mixing labels every patch: set model.kwargs.patch_drop_rate=0, or losses.mixing=0")
+    if losses.need_tokens and not isinstance(getattr(model, "patch_drop", nn.Identity()), nn.Identity):
+        raise InputError(
+            "the token losses compare or label every patch: set model.kwargs.patch_drop_rate=0, or losses.cosine=0, "
+            "losses.contrastive=0 and losses.mixing=0"
+        )
     if losses.attention:
         with record_qkv(model):  # refuses a network without attention layers to compare
             check_pairs(losses.attention_pairs, len(attention_layers(model)) - 1)

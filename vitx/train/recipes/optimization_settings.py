@@ -105,6 +105,8 @@ def refuse_unsupported(optimizer: Optimizer, execution: Execution, losses: Losse
             "execution.grad_checkpointing does not go with losses.attention of mixed maps: set "
             "losses.attention_maps=softmax, or execution.grad_checkpointing=false"
         )
+    if execution.parallel == "fsdp" and execution.channels_last:
+        raise ValueError("execution.parallel=fsdp takes contiguous weights: set execution.channels_last=false")
     if optimizer.sam_rho and execution.precision == "float16":
         raise ValueError(
             "optimizer.sam_rho needs unscaled gradients, and float16 scales them: set execution.precision=bfloat16"

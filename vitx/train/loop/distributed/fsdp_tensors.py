@@ -29,6 +29,9 @@ def placed_like(reference: Tensor, value: Tensor) -> Tensor:
         mesh, placements = reference.device_mesh, reference.placements
         # Every process has read the whole tensor from the file, so none has to send it (src_data_rank).
         return distribute_tensor(value.to(reference.device), mesh, placements, src_data_rank=None)
+    if not isinstance(reference, DTensor) and value.shape == reference.shape:
+        # With the strides of `reference` too: fused optimizers walk through memory as it lies (channels_last).
+        return torch.empty_like(reference, dtype=value.dtype).copy_(value)
     return value.to(reference.device, copy=True)
 
 
