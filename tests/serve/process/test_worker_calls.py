@@ -44,14 +44,16 @@ def workers_of(server: ServerProcess) -> list[int]:
 
 
 @contextmanager
-def two_workers(folder: Path) -> Iterator[ServerProcess]:
-    """A server over a repository with tiny and other."""
+def two_workers(folder: Path, *options: str, given: bool = False) -> Iterator[ServerProcess]:
+    """A server over a repository with tiny and other, or with these two `given` on the command line."""
     for name in ("tiny", "other"):
         write_bundle(folder / "models" / f"{name}.vitx", name=name)
     (folder / "token").write_text(TOKEN)
     managed = ("--management", "--management-token-file", folder / "token")
     workers = ("--workers", "2", "--threads", "1", "--grpc-port", "0", "--allow-uncertified")
-    with running_server("--repository", folder / "models", *workers, *managed) as started:
+    bundles = [folder / "models" / f"{name}.vitx" for name in ("tiny", "other")]
+    source = bundles if given else ("--repository", folder / "models")
+    with running_server(*source, *workers, *managed, *options) as started:
         grpc_address(started)  # its line is read before the threads of a load ask for it
         yield started
 
@@ -185,17 +187,35 @@ def test_concurrent_loads_and_unloads_run_one_after_another(shared: ServerProces
     assert loads_of(shared) == loads + 2 * len(asked)
 
 
-def test_a_worker_that_starts_later_skips_unloaded_models(server: ServerProcess) -> None:
-    assert manage(server, "models/other/unload") == (200, None)
+def replace_worker(server: ServerProcess, models: int) -> None:
+    """Kill a worker, and wait for another with so many models."""
     before = workers_of(server)
     os.kill(before[0], signal.SIGKILL)
     wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server))
-    wait_until(lambda: server.metric("vitx_model_info{") == 2)  # tiny, in two workers
-    assert statuses(server, "other") == {404}
-    assert statuses(server, "tiny") == {200}
-    assert manage(server, "models/other/load") == (200, None)
-    assert statuses(server, "other") == {200}
-    assert server.stop() == 0
+    wait_until(lambda: server.metric("vitx_model_info{") == 2 * models)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_worker_that_starts_later_skips_unloaded_models(tmp_path: Path, given: bool) -> None:
+    with two_workers(tmp_path, given=given) as server:
+        assert manage(server, "models/other/unload") == (200, None)
+        replace_worker(server, 1)
+        assert statuses(server, "other") == {404}
+        assert statuses(server, "tiny") == {200}
+        assert [manage(server, "models/other/load") for _ in range(6)] == [(200, None)] * 6, "by either worker"
+        assert statuses(server, "other") == {200}
+        assert server.stop() == 0
+
+
+def test_what_watch_has_loaded_again_is_in_later_workers_too(tmp_path: Path) -> None:
+    with two_workers(tmp_path, "--watch") as server:
+        assert manage(server, "models/other/unload") == (200, None)
+        replace_folder(
+            write_bundle(tmp_path / "fresh", name="other", data="elsewhere").path, tmp_path / "models" / "other.vitx"
+        )
+        wait_until(lambda: statuses(server, "other") == {200})
+        replace_worker(server, 2)
+        assert statuses(server, "other") == {200}
 
 
 def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None:

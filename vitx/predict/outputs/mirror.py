@@ -68,9 +68,8 @@ class Mirror:
                 f"another URL, or {remedy}"
             )
         said = {name: value for name, value in ledger.description().items() if name not in _OF_ONE_JOB}
-        agreed = {
-            name: sha256_bytes(repr(value).encode())[:16] for name, value in said.items()
-        }  # not in words: an input may have a password
+        # By digests: the URL of an input may have a password.
+        agreed = {name: sha256_bytes(repr(value).encode())[:16] for name, value in said.items()}
         place = {"host": socket.gethostname(), "state": os.path.abspath(self._out)}
         mark = json.dumps({"run": run, **place, "agreed": agreed}).encode()
         # Of two runs that begin at once the store takes one, if it can.
@@ -109,7 +108,8 @@ class Mirror:
                 )
 
     def _names(self) -> list[str]:
-        """Of what lies beside the predictions."""
+        """Of what lies beside the predictions now."""
+        self._system.invalidate_cache()
         return [str(entry["name"]).rpartition("/")[2] for entry in self._ask("ls", self._root, detail=True) or ()]
 
     def put(self, path: Path, name: str) -> None:
