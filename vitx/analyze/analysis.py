@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,8 +236,10 @@ class _ResultCache:
             return
         kept = read_record(path, _CachedResult)
         if kept.result is not None:
-            with suppress(ValidationError):  # else it is measured again
+            try:
                 analysis.results[name] = METRICS[name].record.model_validate(kept.result)
+            except ValidationError:  # of another form: it is measured again
+                return
         else:
             analysis.not_applicable[name] = kept.not_applicable or ""
         analysis.seconds[name] = kept.seconds

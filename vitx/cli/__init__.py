@@ -3,6 +3,7 @@
 A verb is imported when it is asked for, and `vitx -h` imports none.
 """
 
+import codecs
 import errno
 import functools
 import importlib
@@ -121,7 +122,7 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+    if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a run must not fail for a name
 
 

@@ -77,8 +77,8 @@ def log_next(*words: object, quiet: bool = False) -> None:
 
 def print_json(value: Any) -> None:
     """JSON on standard output, for machines."""
-    plain = not (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf8")
-    print(json.dumps(value, indent=2, ensure_ascii=plain, allow_nan=False))
+    escaped = sys.stdout.errors == "backslashreplace"  # by the command line; not all of its escapes are JSON's
+    print(json.dumps(value, indent=2, ensure_ascii=escaped, allow_nan=False))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -16,12 +16,12 @@ from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
 from vitx.analyze.metric import Metric, MetricContext
 from vitx.analyze.metric_figures import COLOURS
-from vitx.analyze.metrics.trajectory import checkpoints_by_step
+from vitx.analyze.metrics.trajectory import verified_checkpoints
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results
-from vitx.core.run import RunFolder, verify_digests
+from vitx.core.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,10 +193,7 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
     found = _measure_grid(context)
     if context.source.recipe is None:
         return found
-    folders = []
-    for state, folder in checkpoints_by_step(RunFolder.open(context.source.name)):
-        verify_digests(folder, state.sha256)
-        folders.append(folder)
+    folders = [folder for _, folder in verified_checkpoints(RunFolder.open(context.source.name))]
     states = (load_file(folder / "model.safetensors") for folder in folders)
     path, share = training_path(context.source.model, states, found.seed)
     return found if share is None else found.model_copy(update={"path": path, "path_share": share})

@@ -70,14 +70,17 @@ def run_trajectory(
     file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint that is corrupt or of another
     network.
     """
-    found = checkpoints_by_step(run)
+    return _trajectory_of(run, verified_checkpoints(run), initial, weights)
+
+
+def _trajectory_of(
+    run: RunFolder, found: list[tuple[CheckpointState, Path]], initial: State | None, weights: str
+) -> Trajectory:
     steps = [state.step for state, _ in found]
     if len(found) + (initial is not None) < 2:
         raise InputError(
             f"run '{run.path}' holds {len(found)} checkpoint: a trajectory needs the weights it began with, or another"
         )
-    for state, folder in found:
-        verify_digests(folder, state.sha256)
     states = _LazyStates([folder / f"{weights}.safetensors" for _, folder in found], initial)
     names = {name for name, _ in build_model(run.info.model).named_parameters()}
     return polar_trajectory(states, names=names, steps=[0, *steps] if initial is not None else steps)
@@ -89,6 +92,14 @@ def checkpoints_by_step(run: RunFolder) -> list[tuple[CheckpointState, Path]]:
         (read_record(path, CheckpointState), path.parent) for path in run.path.glob("checkpoints/epoch-*/state.json")
     )
     return sorted(found, key=lambda pair: pair[0].step)
+
+
+def verified_checkpoints(run: RunFolder) -> list[tuple[CheckpointState, Path]]:
+    """As `checkpoints_by_step`; raise InputError for a file whose sha256 is another."""
+    found = checkpoints_by_step(run)
+    for state, folder in found:
+        verify_digests(folder, state.sha256)
+    return found
 
 
 class _LazyStates(Sequence[State]):
@@ -131,10 +142,9 @@ def measure_trajectory(context: MetricContext) -> Trajectory:
     if context.source.recipe is None:
         raise NotApplicable("a network without a training run has no trajectory")
     run = RunFolder.open(context.source.name)
-    for state, folder in checkpoints_by_step(run):
-        verify_digests(folder, state.sha256)  # damage is no property of the network
+    found = verified_checkpoints(run)  # damage is no property of the network
     try:
-        return run_trajectory(run)
+        return _trajectory_of(run, found, None, "model")
     except InputError as error:
         raise NotApplicable(str(error)) from None
 

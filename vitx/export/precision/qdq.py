@@ -86,10 +86,11 @@ class QuantizedGraph:
             scale = self.scale(np.abs(value).max(axis=others))
             shape = [-1 if i == axis else 1 for i in range(value.ndim)]
             scaled = value / scale.reshape(shape)
-            # ml_dtypes' cast from float32 to E4M3 rounds to nearest even, as QuantizeLinear does, but gives NaN beyond
-            # the largest code: a scale that the base's type rounds down leads there.
-            fp8 = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn) if self.kind == "fp8" else None
-            codes = _int_codes(scaled, 127) if fp8 is None else fp8
+            codes: npt.NDArray[Any] = _int_codes(scaled, 127)
+            if self.kind == "fp8":
+                # ml_dtypes' cast from float32 to E4M3 rounds to nearest even, as QuantizeLinear does, but gives NaN
+                # beyond the largest code: a scale that the base's type rounds down leads there.
+                codes = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
             self._weights[key] = {"codes": codes, "scale": scale}
         return self._weights[key]
 
