@@ -213,8 +213,9 @@ def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) ->
         (16, 16, [0, 2, 4, 6, 8, 10, 12, 14]),
         (8, 8, list(range(8))),
         (30, 15, [0, 3, 7, 11, 15, 18, 22, 26]),
-        (30, 10, [0, 3, 6, 10, 13, 16, 20, 23, 26]),  # 8 among three shards: three of each
-        (24, 2, [0, 2, 6, 8, 12, 14, 18, 20]),  # 12 shards: one of each of 8
+        (30, 10, [0, 3, 7, 11, 15, 18, 22, 26]),  # over all of them, whatever their shards
+        (9, 8, list(range(8))),  # a last shard of one image takes no half of the sample
+        (24, 2, [0, 3, 6, 9, 12, 15, 18, 21]),
     ],
 )
 def test_the_sample_is_evenly_spaced(

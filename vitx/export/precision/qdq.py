@@ -77,22 +77,32 @@ class QuantizedGraph:
         graph.graph.input.append(helper.make_tensor_value_info(SWITCHES, TensorProto.BOOL, [len(self.layers)]))
         return graph
 
-    def weight(self, name: str, axis: int | None) -> dict[str, npt.NDArray[Any]]:
-        """Codes and per-channel scales of a constant, or its one scale where no axis is the channel; computed once."""
+    def weight(
+        self, name: str, axis: int | None, least: npt.NDArray[np.float32] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Codes and per-channel scales of a constant, or its one scale where no axis is the channel.
+
+        Computed once, but where a scale has to be raised to the channel's `least`.
+        """
         key = (name, axis)
         if key not in self._weights:
             value = self.flow.array(name).astype(np.float32)
             others = tuple(i for i in range(value.ndim) if i != axis)
-            scale = self.scale(np.abs(value).max(axis=others))
-            shape = [-1 if i == axis else 1 for i in range(value.ndim)]
-            scaled = value / scale.reshape(shape)
-            codes: npt.NDArray[Any] = _int_codes(scaled, 127)
-            if self.kind == "fp8":
-                # ml_dtypes' cast from float32 to E4M3 rounds to nearest even, as QuantizeLinear does, but gives NaN
-                # beyond the largest code: a scale that the base's type rounds down leads there.
-                codes = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
-            self._weights[key] = {"codes": codes, "scale": scale}
-        return self._weights[key]
+            self._weights[key] = self._coded(value, axis, self.scale(np.abs(value).max(axis=others)))
+        found = self._weights[key]
+        if least is None or (least <= found["scale"]).all():
+            return found
+        return self._coded(self.flow.array(name).astype(np.float32), axis, np.maximum(found["scale"], least))
+
+    def _coded(
+        self, value: npt.NDArray[np.float32], axis: int | None, scale: npt.NDArray[np.float32]
+    ) -> dict[str, npt.NDArray[Any]]:
+        scaled = value / scale.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
+        if self.kind == "int8":
+            return {"codes": _int_codes(scaled, 127), "scale": scale}
+        # ml_dtypes' cast from float32 to E4M3 rounds to nearest even, as QuantizeLinear does, but gives NaN beyond the
+        # largest code: a scale that the base's type rounds down leads there.
+        return {"codes": np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn), "scale": scale}
 
     def scale(self, largest: Any) -> npt.NDArray[np.float32]:
         """The scale that gives `largest` the largest code, as a float32 that the base's type holds exactly."""
@@ -138,9 +148,10 @@ class _QdqWriter:
             self.renamed[layer.node, name] = self._activation(name)
         if layer.weight is not None:
             axis = None if layer.node in self.per_tensor else layer.channel_axis
-            self.renamed[layer.node, layer.weight] = self._weight(layer.weight, axis)
-            if layer.bias is not None and self._integer_biases():
-                self.renamed[layer.bias] = self._bias(layer)
+            if layer.bias is None or not self._integer_biases():
+                self.renamed[layer.node, layer.weight] = self._weight(layer.weight, axis)
+            else:
+                self.renamed[layer.node, layer.weight], self.renamed[layer.bias] = self._with_bias(layer)
         if layer.result is not None:
             replacement = self._activation(layer.result)
             for reader in self.flow.readers()[layer.result]:
@@ -212,15 +223,27 @@ class _QdqWriter:
         tag = f"{name}/per tensor" if axis is None else f"{name}/axis{axis}"
         return self._constant(tag, weight["codes"], weight["scale"], axis)
 
-    def _bias(self, layer: Layer) -> str:
-        """An int32 bias in the unit of the kernel's int32 sums, scale of the activation times scale of the channel."""
+    def _with_bias(self, layer: Layer) -> tuple[str, str]:
+        """The weight, and an int32 bias in the unit of the kernel's int32 sums: the activation's scale times its own.
+
+        Beside a channel of tiny weights, or of none, the bias would not fit: such a channel gets a scale for which it
+        does, with one bit left for the sum.
+        """
         assert layer.bias is not None
         assert layer.weight is not None
-        scale = self.scales[layer.activations[0]] * self.quantized.weight(layer.weight, layer.channel_axis)["scale"]
+        unit = self.scales[layer.activations[0]]
+        channels = self.flow.array(layer.weight).shape[layer.channel_axis]
         # Gemm takes a row (N,), (1, N) or one number: none differs from image to image.
-        value = np.broadcast_to(self.flow.array(layer.bias[1]).reshape(-1), scale.shape)
-        codes = _int_codes(value.astype(np.float64) / scale, 2**31 - 1, np.int32)
-        return self._constant(f"{layer.bias[1]}/of {layer.node}", codes, scale, 0)
+        value = np.broadcast_to(self.flow.array(layer.bias[1]).reshape(-1), channels).astype(np.float64)
+        least = (np.abs(value) / (unit * 2.0**30)).astype(np.float32)
+        weight = self.quantized.weight(layer.weight, layer.channel_axis, least)
+        raised = weight is not self.quantized.weight(layer.weight, layer.channel_axis)
+        tag = f"{layer.weight}/axis{layer.channel_axis}" + (f"/of {layer.node}" if raised else "")
+        codes = _int_codes(value / (unit * weight["scale"]), 2**31 - 1, np.int32)
+        return (
+            self._constant(tag, weight["codes"], weight["scale"], layer.channel_axis),
+            self._constant(f"{layer.bias[1]}/of {layer.node}", codes, unit * weight["scale"], 0),
+        )
 
     def _constant(self, tag: str, codes: npt.NDArray[Any], scale: npt.NDArray[np.float32], axis: int | None) -> str:
         """A quantised constant after its DQ, one node for all its readers."""

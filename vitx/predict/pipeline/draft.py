@@ -76,16 +76,18 @@ def _pairs(
 ) -> Iterator[tuple[UInt8Array, UInt8Array]]:
     """Yield the pixels uint8 (S, S, 3), decoded in full and as a draft, of SAMPLE_IMAGES images, evenly spaced.
 
-    Of a shard whose size is not known they are the first ones. Each shard gives as many, rounded up. Unreadable images
-    are left out: they become rows with an error either way.
+    A shard whose size is not known counts as an equal share of them, and gives its first ones. Unreadable images are
+    left out: they become rows with an error either way.
     """
-    count = min(SAMPLE_IMAGES, len(inventory.shards))
-    shards = [inventory.shards[index * len(inventory.shards) // count] for index in range(count)]
-    each = -(-SAMPLE_IMAGES // count)
-    for shard in shards:
-        size = max(each, shard.count or 0)
-        chosen = {index * size // each for index in range(each)}
-        for index, item in enumerate(islice(read_shard(shard, inventory.base, listing, columns), max(chosen) + 1)):
-            if index in chosen and isinstance(data := read_item(item).source, bytes):
+    share = -(-SAMPLE_IMAGES // len(inventory.shards))
+    sizes = [shard.count or share for shard in inventory.shards]
+    sampled = min(SAMPLE_IMAGES, sum(sizes))
+    chosen, first = {index * sum(sizes) // sampled for index in range(sampled)}, 0
+    for shard, size in zip(inventory.shards, sizes, strict=True):
+        inside = {index for index in range(size) if first + index in chosen}
+        first += size
+        items = read_shard(shard, inventory.base, listing, columns) if inside else ()
+        for index, item in enumerate(islice(items, max(inside, default=-1) + 1)):
+            if index in inside and isinstance(data := read_item(item).source, bytes):
                 with suppress(ImageError):
                     yield preprocessing.from_bytes(data), preprocessing.from_bytes(data, draft=True)
