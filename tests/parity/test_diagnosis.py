@@ -27,6 +27,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.parity import bundle_batch_sizes, certify_models, check_engines, check_provider
+from vitx.parity.certification import _default_batch_sizes
 from vitx.parity.diagnosis import Diagnosis, diagnose
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle
 from vitx.runtimes import load_session
@@ -148,6 +149,7 @@ def test_batch_sizes_are_the_ends_of_the_profiles_and_one_below(tmp_path: Path) 
     bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt")
     check_engines(bundle)
     assert bundle_batch_sizes(bundle) == (1, 2, 7, 8, 9, 31, 32)
+    assert _default_batch_sizes(bundle, 31, quiet=True) == (1, 2, 7, 8, 9, 31)
 
 
 def test_a_stale_engine_is_named(tmp_path: Path, colours: ImageSet) -> None:

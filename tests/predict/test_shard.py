@@ -22,7 +22,7 @@ from bundle_fixture import NumpySession, colour_image, listed, png
 from cli_fixture import Vitx
 from server_process import HANG, wait_until
 from vitx.core.bundle import Bundle
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.options import PredictOptions, Share
 from vitx.predict.outputs.parts import part_path, remove_leftovers
@@ -110,6 +110,12 @@ def test_a_job_without_work_is_done(tiny_bundle: Bundle, photos: Path, tmp_path:
 
 def test_a_job_without_work_has_nothing_to_draft(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     assert run(tiny_bundle, photos / "03.png", tmp_path / "out", "2/2", draft=True).draft is None
+
+
+def test_a_refused_draft_leaves_no_agreement(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"--draft .* leave it out"):  # 30 images cannot show it
+        run(tiny_bundle, photos, tmp_path / "out", "1/2", draft=True)
+    assert run(tiny_bundle, photos, tmp_path / "out", "1/2").images == 30
 
 
 def test_an_input_without_images_is_refused_for_every_job(tiny_bundle: Bundle, tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def certify_models(
     """Certify any two models; with `write` into the candidate, a bundle, as its `certificate.json`, pass or fail.
 
     What is written has a verdict on every executable of the bundle in one of `runtimes` that can run here. device:
-    where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`).
+    where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`)
+    for which there are enough images.
     token_similarity: called once the checks below have passed, for it takes a pass over some images. add_evidence:
     called before a passing certificate is written; it may put a witness set into the bundle, and returns the bundle
     with it. Raises InputError when a model's classes are not the images' or the images are too few, CheckFailed for a
@@ -146,7 +147,7 @@ def certify_models(
     if write and bundle is None:
         raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
     criteria = AcceptanceCriteria(
-        batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
+        batch_sizes=batch_sizes or _default_batch_sizes(bundle, len(images), quiet=quiet),
         max_flip_rate=max_flip_rate,
         precision=coarser(reference.precision, candidate.precision),
     )
@@ -237,6 +238,13 @@ def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:
         for profile in plan.profiles
     )
     return tuple(sorted({*BATCH_SIZES, *(size for size in ends if size >= 1)}))
+
+
+def _default_batch_sizes(bundle: Bundle | None, images: int, *, quiet: bool) -> tuple[int, ...]:
+    sizes = bundle_batch_sizes(bundle) if bundle else BATCH_SIZES
+    if large := [str(size) for size in sizes if size > images]:
+        log(f"parity: batches of {', '.join(large)} are not compared, there are {images} images", quiet=quiet)
+    return tuple(size for size in sizes if size <= images)
 
 
 def _plans(bundle: Bundle) -> dict[Path, PlanInfo]:

@@ -149,11 +149,12 @@ def open_run(
         if share != WHOLE:  # before the listing, which may take an hour
             _agree(out, common)
         taken = take(share)
+        measured = measure(taken)
         if share != WHOLE:
             _agree(out, common | {"listing": taken.digest})
         found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
-        described = settings | found | {"measured": measure(taken)}
+        described = settings | found | {"measured": measured}
         ledger.create(described, taken.shards, share)
         if ledger.path.name == NEW_LEDGER:
             _replace_old(out, ledger)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cli_fixture import Vitx
 from epoch_row import epoch_row
@@ -105,6 +106,9 @@ def test_kills_at_random_moments_end_in_the_same_bits(
         assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
     assert metrics_of(tmp_path / "alone") == metrics_of(run)
     assert names_in(run) == names_in(tmp_path / "alone")
+    # A kill may come between a checkpoint and its events, or after events of an epoch that is trained again.
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("top1")] == [row["epoch"] for row in metrics_of(run)]
 
 
 def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder: Path) -> None:

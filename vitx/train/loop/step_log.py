@@ -25,7 +25,7 @@ class StepLog:
     """
 
     def __init__(self, run: Path, *, steps: int, epochs: int, done: int, batch_size: int, device: torch.device) -> None:
-        self.writer = SummaryWriter(str(run / "tensorboard" / "steps"), purge_step=done + 1 if done else None)
+        self.writer = SummaryWriter(str(run / "tensorboard" / "steps"), purge_step=done + 1)
         self.steps, self.done, self.batch_size, self.device = steps, done, batch_size, device
         self.start, self.first, self.latest, self.note = time.monotonic(), done, done, ""
         self.progress_path, self.written = run / PROGRESS_FILE, 0.0

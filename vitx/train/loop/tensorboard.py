@@ -9,12 +9,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 @contextmanager
-def tensorboard_writer(folder: Path, epochs_done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+def tensorboard_writer(folder: Path, first_epoch: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that writes the metrics of an epoch.
 
-    A resumed run hides the events after `epochs_done`: a killed process wrote them for epochs that are trained again.
+    Events from `first_epoch` on are hidden: a killed process wrote them for epochs that are written again.
     """
-    writer = SummaryWriter(str(folder), purge_step=epochs_done + 1 if epochs_done else None)
+    writer = SummaryWriter(str(folder), purge_step=first_epoch)
     try:
         yield lambda metrics: _write(writer, metrics)
     finally:

@@ -294,6 +294,8 @@ class Trainer:
             self._save_initial()
             with ExitStack() as stack:
                 metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
+                for write in metric_writers if done else ():  # a kill may have come before the last epoch was written
+                    write(self.history[-1])
                 request = stack.enter_context(stop_request())
                 if self.processes.writes:
                     self.step_log = stack.enter_context(self._new_step_log())
@@ -314,7 +316,7 @@ class Trainer:
 
     def _metric_writers(self, done: int, wandb: str | None) -> Iterator[Any]:
         if self.processes.writes:
-            yield tensorboard_writer(self.run.path / "tensorboard", done)
+            yield tensorboard_writer(self.run.path / "tensorboard", max(done, 1))
             if wandb is not None:
                 yield wandb_writer(wandb, self.run.path, self.recipe.model_dump(mode="json"))
 

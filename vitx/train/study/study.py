@@ -9,7 +9,7 @@ from typing import Any
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
-from vitx.core.files import read_record, write_json
+from vitx.core.files import make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.data.open import open_images
 from vitx.train.loop.network import build_network, model_spec
@@ -80,7 +80,7 @@ class Study:
 
     def run(self, variants: Sequence[Variant], after_each: Callable[[], object] = lambda: None) -> None:
         """Train every trial to its end; failed ones are then in `failed`, the others in `scores`."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out)
         trials = self.trials(variants)
         runner = Runner(self.out, self.jobs, self.device, self.skip_bad)
         with closing(runner.run(trials)) as outcomes:
