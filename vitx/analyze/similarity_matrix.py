@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitx.analyze.intervals import FEWEST, Measured, layer_intervals, of_images, percentiles, resampled_means
 from vitx.core.probabilities import Float64Array
+from vitx.models.similarity import inverse_norm
 
 
 class SimilarityMatrix(Measured):
@@ -71,8 +72,7 @@ class MeanCosine:
             self._buffers[shape] = layers[0].new_empty(shape)
         units = self._buffers[shape]
         for unit, layer in zip(units, layers, strict=True):
-            lengths = torch.linalg.vector_norm(layer, dim=self._axis, keepdim=True).clamp_min(1e-12)
-            torch.div(layer, lengths, out=unit)
+            torch.mul(layer, inverse_norm(layer, self._axis).unsqueeze(self._axis), out=unit)
         return units
 
     @property

@@ -131,6 +131,20 @@ def test_blurs_and_warps_leave_a_flat_image_alone(corruption: str) -> None:
         np.testing.assert_array_equal(corrupt(flat, corruption, severity), flat)
 
 
+@pytest.mark.parametrize(("severity", "factor"), [(1, 1), (2, 1), (3, 1), (4, 1.01298), (5, 1.01079)])
+def test_the_widest_disks_brighten_as_the_authors_do(severity: int, factor: float) -> None:
+    """The sums of the kernels that their code makes with OpenCV."""
+    flat = np.full((1, 224, 224, 3), 200, np.uint8)
+    assert corrupt(flat, "defocus_blur", severity).mean() == round(200 * factor)
+
+
+@pytest.mark.parametrize(("side", "first"), [(32, 1.06), (64, 1.06), (224, 1.11)])
+def test_zooms_are_numpys_ranges_of_the_authors(side: int, first: float) -> None:
+    for severity in SEVERITIES:
+        (count, step), _ = strength("zoom_blur", severity, side)
+        assert count == len(np.arange(1, round(first + 0.05 * (severity - 1), 2), step))
+
+
 def test_defocus_spreads_a_point_over_a_disk() -> None:
     point = np.zeros((1, 224, 224, 3), np.uint8)
     point[0, 112, 112] = 255

@@ -1,5 +1,6 @@
 """One pass over activations: every unit of every supported family is found, its output observed, its branch removed."""
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,22 @@ def test_attention_similarity_reference_numbers() -> None:
     strict = AttentionCollapseMetric(threshold=0.95)
     strict.add(batch_of(maps))
     assert strict.result().similar_blocks == 0
+
+
+def test_columns_without_a_direction_are_similar_to_none() -> None:
+    maps = torch.randn(2, 4, 5, 5).softmax(dim=-1)
+    maps[..., 0], maps[..., 1] = 0, 4e-13  # no longer than 1e-12
+    metric = AttentionCollapseMetric()
+    metric.add(Activations(2, {}, {"a": maps, "b": maps.clone()}, {}, torch.zeros(2, 3)))
+    found = metric.result()
+    assert found.matrix[0][1] == pytest.approx(0.6)
+    assert map_similarity(maps, maps).item() == pytest.approx(0.6)
+    columns = maps[..., 2:].transpose(-2, -1).double()
+    pairs = [
+        float(torch.cosine_similarity(columns[:, g], columns[:, h], dim=-1).sum()) / (2 * 5)
+        for g, h in combinations(range(4), 2)
+    ]
+    assert found.head_diversity["a"] == pytest.approx(1 - sum(pairs) / 6, abs=1e-6)
 
 
 def test_head_diversity_is_one_less_the_mean_over_pairs() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from reference import seq
 from vitx.core.errors import InputError
@@ -189,6 +189,14 @@ def test_the_regions_are_weighted_in_float32_for_half_patches_too() -> None:
         assert patch_cosine_loss(patches).dtype == torch.float32
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(region_loss(GRID).item(), abs=0.01)
+
+
+def test_the_sum_of_a_region_may_exceed_float16() -> None:
+    head, patches = nn.Linear(8, 3), torch.randn(2, 1024, 8) * 100 + 300
+    box, labels = torch.arange(1024).expand(2, -1) < 300, torch.eye(3)[:2]
+    with torch.autocast("cpu", torch.float16):
+        found = region_mixing_loss(patches, head, box, labels, labels.flip(0)).item()
+    assert found == pytest.approx(region_mixing_loss(patches, head, box, labels, labels.flip(0)).item(), rel=0.01)
 
 
 def test_the_cosine_keeps_no_copy_of_the_tokens() -> None:

@@ -26,12 +26,16 @@ def defocus_blur(image: Float64Array, strength: Strength, scale: float, _rng: np
 
 @lru_cache
 def _disk(radius: float, edge_sigma: float) -> Float64Array:
-    """A disk of sum 1, its edge smoothed over 3 × 3 pixels, or 5 × 5 for a radius above 8."""
-    reach = math.ceil(radius) + 2
+    """A disk, its edge smoothed over 3 × 3 pixels, or 5 × 5 for a radius above 8.
+
+    As in the authors' code its sum is 1 before that: where the disk touches the edge of the array, the smoothing
+    mirrors it, and images become brighter by about 1 %.
+    """
+    reach = 8 if radius <= 8 else math.ceil(radius)
     squares = np.arange(-reach, reach + 1) ** 2
     disk = (squares[:, None] + squares <= radius**2).astype(np.float64)
-    smooth = ndimage.gaussian_filter(disk, edge_sigma, radius=1 if radius <= 8 else 2)
-    return np.asarray(smooth / smooth.sum())
+    radius_of_edge = 1 if radius <= 8 else 2
+    return np.asarray(ndimage.gaussian_filter(disk / disk.sum(), edge_sigma, radius=radius_of_edge, mode="mirror"))
 
 
 def glass_blur(image: Float64Array, strength: Strength, scale: float, rng: np.random.Generator) -> Float64Array:

@@ -43,10 +43,10 @@ _CONSTANTS: dict[str, tuple[tuple[Strength, ...], ...]] = {
         ((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
         ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
     ),
-    "zoom_blur": (  # number of zooms, step from each to the next, from 1
-        ((6, 0.01), (11, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
-        ((6, 0.01), (11, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
-        ((11, 0.01), (16, 0.01), (11, 0.02), (13, 0.02), (11, 0.03)),
+    "zoom_blur": (  # number of zooms (numpy rounds some of the authors' ranges up by one), step between them, from 1
+        ((7, 0.01), (12, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
+        ((7, 0.01), (12, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
+        ((12, 0.01), (16, 0.01), (11, 0.02), (13, 0.02), (11, 0.03)),
     ),
     "snow": (  # flakes: mean, deviation, size in pixels, threshold; radius and sigma of their fall; weight of the image
         (

@@ -58,8 +58,9 @@ class AttentionCollapseMetric:
         for layer, columns in self._similarity.add(maps, batch.images).items():
             heads = columns.shape[1]
             if heads > 1:
-                # ‖Σ_h u_h‖² of unit vectors u is Σ_{g≠h} cos + H: the mean cosine without a product for each pair.
-                cosine = (columns.sum(dim=1).square().sum(dim=-2) - heads) / (heads * (heads - 1))
+                # ‖Σ_h u_h‖² is Σ_{g≠h} cos + Σ_h ‖u_h‖²: the mean cosine without a product for each pair.
+                own = columns.square().sum(dim=(1, -2))  # of each head 1, or 0 where its column has no direction
+                cosine = (columns.sum(dim=1).square().sum(dim=-2) - own) / (heads * (heads - 1))
                 self._diversity.add(layer, of_images(1 - cosine.mean(dim=-1), batch.images))
 
     def result(self) -> AttentionCollapse:

@@ -169,10 +169,12 @@ def region_mixing_loss(
         raise InputError(f"partner_Bn must be {wanted} like the patches, got {_shape(partner_Bn)}")
     losses = []
     for region_Bn, labels_BC in ((~partner_Bn, own_BC), (partner_Bn, partner_BC)):
-        inside_Bn = region_Bn.to(patches_BnD.dtype)  # 1 inside the region, 0 outside
-        count_B = inside_Bn.sum(dim=1)
-        pooled_BD = (inside_Bn.unsqueeze(1) @ patches_BnD).squeeze(1) / (count_B + POOL_EPS).unsqueeze(-1)
-        logits_BC = classify(pooled_BD)
+        with _no_autocast(patches_BnD):
+            wide_BnD = _at_least_float32(patches_BnD)  # the sum of a region may exceed float16
+            inside_Bn = region_Bn.to(wide_BnD.dtype)  # 1 inside the region, 0 outside
+            count_B = inside_Bn.sum(dim=1)
+            pooled_BD = (inside_Bn.unsqueeze(1) @ wide_BnD).squeeze(1) / (count_B + POOL_EPS).unsqueeze(-1)
+        logits_BC = classify(pooled_BD.to(patches_BnD.dtype))
         with _no_autocast(patches_BnD):
             log_probability_BC = (_at_least_float32(logits_BC).softmax(dim=-1) + LOG_EPS).log()
             divergence_BC = F.kl_div(log_probability_BC, labels_BC.to(log_probability_BC.dtype), reduction="none")
