@@ -344,11 +344,17 @@ def test_images_are_decoded_once_for_two_models_that_differ_in_normalisation_alo
         return images.read(index)
 
     counted = replace(images, read=read)
-    for changes, times in (({"mean": (0.1, 0.2, 0.3), "std": (1.0, 2.0, 3.0)}, 1), ({"crop_fraction": 0.9}, 2)):
+    border = PIXEL.model_copy(update={"crop_mode": "border"})
+    for first, changes, times in (
+        (PIXEL, {"mean": (0.1, 0.2, 0.3), "std": (1.0, 2.0, 3.0)}, 1),
+        (PIXEL, {"crop_fraction": 0.9}, 2),
+        (border, {"std": (1.0, 2.0, 3.0)}, 1),
+        (border, {"mean": (0.1, 0.2, 0.3)}, 2),  # the colour of the border
+    ):
         reads.clear()
-        other = PIXEL.model_copy(update=changes)
+        other = first.model_copy(update=changes)
         session = TableSession(REFERENCE)
-        compare(session, session, counted, PIXEL, candidate_preprocessing=other, quiet=True)
+        compare(session, session, counted, first, candidate_preprocessing=other, quiet=True)
         assert sorted(reads) == sorted([*range(8)] * times)
 
 

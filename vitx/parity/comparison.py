@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -170,8 +170,10 @@ def _blocks(
     images: ImageSet, for_reference: Preprocessing, for_candidate: Preprocessing, size: int
 ) -> Iterator[_Block]:
     """Yield the split in blocks; the next block is decoded while this one is compared."""
-    # Mean and std are applied inside the network, so they do not change the pixels.
-    ignored = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    # Mean and std are applied inside the network, so they do not change the pixels, but a border has the mean's colour.
+    ignored: dict[str, Any] = {"std": (1.0, 1.0, 1.0)}
+    if "border" not in (for_reference.crop_mode, for_candidate.crop_mode):
+        ignored["mean"] = (0.0, 0.0, 0.0)
     alike = for_reference.model_copy(update=ignored) == for_candidate.model_copy(update=ignored)
     reference_batches = images.batches(for_reference, size)
     candidate_batches = None if alike else images.batches(for_candidate, size)

@@ -348,20 +348,25 @@ def test_the_cast_goes_before_the_transposition(small_graph: Path) -> None:
 def test_attention_is_written_out(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2, 9, 8]) for name in ("x", "y")]
-    node = helper.make_node("Attention", ["x", "x", "x"], ["y"], name="attn")
-    graph = helper.make_graph([node], "g", tensors[:1], tensors[1:])
+    # As PyTorch writes it, with every default; ONNX does not require that names of nodes differ.
+    defaults = {"is_causal": 0, "softcap": 0.0, "qk_matmul_output_mode": 0}
+    first = helper.make_node("Attention", ["x", "x", "x"], ["h"], name="attn", **defaults)
+    node = helper.make_node("Attention", ["h", "h", "h"], ["y"], name="attn")
+    graph = helper.make_graph([first, node], "g", tensors[:1], tensors[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
     onnx.save(model, tmp_path / "a.onnx")
     x = np.random.default_rng(0).normal(size=(3, 2, 9, 8)).astype(np.float32)
-    scores = x @ x.swapaxes(-1, -2) / np.sqrt(8)
-    maps = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = maps / maps.sum(-1, keepdims=True) @ x
-    assert write_attention_out(model) == 1
+    expected = x
+    for _ in range(2):
+        scores = expected @ expected.swapaxes(-1, -2) / np.sqrt(8)
+        maps = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = maps / maps.sum(-1, keepdims=True) @ expected
+    assert write_attention_out(model) == 2
     onnx.checker.check_model(model, full_check=True)
     np.testing.assert_allclose(run_graph(model, "x", x), expected, atol=1e-6)
     engine_from_onnx(tmp_path / "a.onnx", tmp_path / "a.plan", flavor=RTX, architectures=("sm89",), quiet=True)
     node.attribute.append(helper.make_attribute("is_causal", 1))
-    masked = helper.make_model(helper.make_graph([node], "g", tensors[:1], tensors[1:]), ir_version=11)
+    masked = helper.make_model(helper.make_graph([first, node], "g", tensors[:1], tensors[1:]), ir_version=11)
     with pytest.raises(InputError, match="node 'attn' is an Attention that vitx cannot write out"):
         write_attention_out(masked)
 

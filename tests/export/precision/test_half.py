@@ -348,3 +348,54 @@ def test_what_is_float32_whatever_the_others_are_stays(kind: int, dtype: Any) ->
     graph = graph_of(nodes, **constants)
     half = checked(HalfGraph(Dataflow(graph), kind).build(()))
     assert held(half)["scales"].dtype == np.float32
+
+
+def test_bodies_of_an_if_read_float32() -> None:
+    """They keep the names that they capture, of a tensor in half, of an output and of a constant."""
+
+    def body(name: str, op_type: str, inputs: str) -> onnx.GraphProto:
+        value = helper.make_tensor_value_info(name, FLOAT, ["N", 48])
+        return helper.make_graph([node(op_type, inputs, name)], name, [], [value])
+
+    branches = {"then_branch": body("t", "Add", "y c"), "else_branch": body("e", "Mul", "y logits")}
+    nodes = [
+        *(node("Add", "x d", "y"), node("Mul", "y d", "logits")),
+        *(node("ReduceSum", "y", "sum", keepdims=0), node("Greater", "sum zero", "positive")),
+        *(node("If", "positive", "z", **branches), node("Mul", "z d", "other")),
+    ]
+    constants = {"c": np.float32([3.0]), "d": np.float32([0.5]), "zero": np.float32(0)}
+    graph = checked(graph_of(nodes, "logits other", **constants))
+    flow = Dataflow(graph)
+    half = HalfGraph(flow, TensorProto.FLOAT16)
+    assert half.without_kernel == ("Z",)
+    assert {"y", "c", "logits"} <= flow.readers().keys()
+    assert "z" in flow.depends_on_input()
+    lowered = checked(half.build(()))
+    assert {"c", "zero/half", "d/half", "rows"} == held(lowered).keys()
+    images = np.full((2, 4, 4, 3), 7, np.uint8)
+    np.testing.assert_allclose(logits_of(lowered, images), logits_of(graph, images), rtol=1e-3)
+    np.testing.assert_allclose(logits_of(cpu_twin(lowered), images), logits_of(graph, images), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_constants_of_other_forms_have_the_type(kind: int, dtype: Any) -> None:
+    """ConstantOfShape without a value is float32 zeros; a Constant may say a float, or several."""
+    nodes = [
+        *(node("Shape", "x", "shape"), node("ConstantOfShape", "shape", "zeros"), node("Add", "x zeros", "a")),
+        *(node("Constant", "", "two", value_float=2.0), node("Mul", "a two", "b")),
+        *(node("Constant", "", "ones", value_floats=[1.0] * 48), node("Add", "b ones", "logits")),
+    ]
+    lowered = checked(HalfGraph(Dataflow(checked(graph_of(nodes, opset=22))), kind).build(()))
+    given = {each.op_type: each.attribute[0].t for each in lowered.graph.node if each.op_type.startswith("Constant")}
+    assert {tensor.data_type for tensor in given.values()} == {kind}
+    found = logits_of(cpu_twin(lowered), np.full((1, 4, 4, 3), 3, np.uint8))
+    np.testing.assert_array_equal(found, np.full((1, 48), 7, np.float32))
+
+
+def test_a_constant_may_be_listed_as_an_input() -> None:
+    """As it had to be before version 4 of the IR."""
+    graph = graph_of([node("Mul", "x two", "logits")], two=np.float32([2.0]))
+    graph.graph.input.append(helper.make_tensor_value_info("two", FLOAT, [1]))
+    flow = Dataflow(graph)
+    assert flow.inputs == ("images",)
+    assert [value.name for value in flow.assemble(flow.nodes).graph.input] == ["images"]

@@ -129,9 +129,10 @@ def test_what_can_be_one_node() -> None:
 
 def test_the_transformer_whose_forward_pass_is_timms() -> None:
     model = network("plain")
-    found: Any = vision_transformer(nn.Sequential(nn.Linear(1, 1), model))
-    assert found is model
+    found: Any = vision_transformer(ImageClassifier(model, Preprocessing(image_size=16)))
+    assert found is model is vision_transformer(model)
     assert vision_transformer(nn.Linear(1, 1)) is None
+    assert vision_transformer(nn.Sequential(nn.Linear(1, 1), model)) is None, "what is around it may read its tokens"
     for name in ("forward", "forward_features", "pool", "forward_head"):
         other = copy.deepcopy(model)
         other.__class__ = type("Other", (type(model),), {name: lambda self, x: x})

@@ -9,12 +9,19 @@ import torch
 from timm.layers import Mlp, RmsNorm, StdConv2d
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from reference import randomize
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import Preprocessing
 from vitx.export.rewrite.canonical import canonical_blocks
-from vitx.export.rewrite.rewrites import REWRITES, ImageClassifier, applied_rewrites, rewrite_checked
+from vitx.export.rewrite.rewrites import (
+    REWRITES,
+    ImageClassifier,
+    applied_rewrites,
+    rewrite_checked,
+    rewrite_for_export,
+)
 from vitx.models import Block, VisionTransformer
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -193,13 +200,77 @@ def test_an_embedding_that_pads_the_image_keeps_the_subtraction() -> None:
     assert places_of_identities(model, size=18)["fold-normalization"] == 1
 
 
+class Around(nn.Module):
+    """A module around a transformer that reads its tokens, or a weight, on its own."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.vit, self.reads = vitx_network(), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor
+        if self.reads == "weight":
+            logits = self.vit(x) + self.vit.blocks[0].mlp.fc1.weight.sum()
+        elif self.reads == "tokens":
+            logits = self.vit.head(self.vit.forward_features(x)[:, 1:].mean(dim=1))
+        else:
+            logits = self.vit.head(self.vit.forward_head(self.vit.forward_features(x), pre_logits=True))
+        return logits
+
+
+class LowRank(nn.Linear):
+    """A Linear with a second branch, as LoRA adds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.sum(dim=-1, keepdim=True)
+
+
+def _shared_or_changed(case: str) -> nn.Module:
+    model = vitx_network()
+    first, second = model.blocks
+    if case == "block twice":
+        model.blocks[1] = first
+    elif case == "MLP twice":
+        second.mlp = first.mlp
+    elif case == "norm twice":
+        second.norm1 = first.norm1
+    elif case == "weight twice":
+        second.attn.proj.weight = first.attn.proj.weight
+    elif case == "qkv of a subclass":
+        first.attn.qkv.__class__ = LowRank
+    elif case == "layer of a subclass":
+        second.mlp.fc1.__class__ = LowRank
+    elif case == "head of a subclass":
+        model.head.__class__ = LowRank
+    elif case == "a hook":
+        first.attn.proj.register_forward_hook(lambda module, given, out: 2 * out)
+    elif case == "weight norm":
+        weight_norm(second.mlp.fc2)
+    else:
+        return Around(case)
+    return model
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("block twice", "MLP twice", "norm twice", "weight twice", "qkv of a subclass", "layer of a subclass"),
+        *("head of a subclass", "a hook", "weight norm", "tokens", "logits"),
+    ],
+)
+def test_what_is_used_twice_or_computes_something_else_is_left_alone(case: str) -> None:
+    model = _shared_or_changed(case).double().eval()
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    with torch.inference_mode():
+        found = rewrite_for_export(model, images="float", rewrites=tuple(REWRITES))(pixels)
+        torch.testing.assert_close(found, model(pixels), rtol=1e-9, atol=1e-9)
+
+
 def test_the_rewrite_that_changes_a_network_is_named() -> None:
-    """One norm in two places: the second fold finds it folded already."""
+    """Its code reads a weight that the fold changes."""
 
     def shared() -> ImageClassifier:
-        model = vitx_network()
-        model.blocks[1].norm1 = model.blocks[0].norm1
-        return ImageClassifier(model, PREPROCESSING).eval()
+        return ImageClassifier(Around("weight"), PREPROCESSING).eval()
 
     with pytest.raises(CheckFailed, match=r"the rewrite 'fold-layer-norm-affine' changes this network, .* --without"):
         rewrite_checked(shared(), tuple(REWRITES), 16, rebuild=shared)

@@ -71,6 +71,10 @@ def _next_pair(graph: onnx.GraphProto, unsigned: set[str]) -> tuple[NodeProto, N
     return None
 
 
+# Attributes of an Attention at the values that change nothing; PyTorch's exporter writes them all.
+_UNUSED = {"is_causal": 0, "softcap": 0.0, "qk_matmul_output_mode": 0}
+
+
 def write_attention_out(model: onnx.ModelProto) -> int:
     """Replace each plain `Attention` of (B, H, N, d) tensors by softmax(scale·q kᵀ) v; return how many."""
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
@@ -91,7 +95,8 @@ def _value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
 
 
 def _written_out(node: NodeProto, types: dict[str, onnx.TypeProto.Tensor], graph: onnx.GraphProto) -> list[NodeProto]:
-    attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+    given = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+    attributes = {name: value for name, value in given.items() if _UNUSED.get(name) != value}
     query, key, value = node.input[:3]
     kind = types.get(query)
     head = kind.shape.dim[3].dim_value if kind is not None and len(kind.shape.dim) == 4 else 0
@@ -103,7 +108,7 @@ def _written_out(node: NodeProto, types: dict[str, onnx.TypeProto.Tensor], graph
             f"node '{node.name}' is an Attention that vitx cannot write out: expected (B, H, N, d) tensors "
             "with a known d, no mask, no cache; export with attention as MatMul and Softmax"
         )
-    name = node.name or node.output[0]
+    name = node.output[0]  # unique, as the names of nodes need not be
     factor = numpy_helper.from_array(
         helper.tensor_dtype_to_np_dtype(kind.elem_type).type(attributes.get("scale", 1 / math.sqrt(head))),
         f"{name}_scale",

@@ -31,7 +31,9 @@ class Dataflow:
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         _require_finite(self.constants)
         self.nodes = _named(model.graph.node)
-        self.inputs = tuple(value.name for value in model.graph.input)
+        # Before version 4 of the IR the constants had to be inputs too.
+        inputs = [value for value in model.graph.input if value.name not in self.constants]
+        self.inputs = tuple(value.name for value in inputs)
         self.outputs = tuple(value.name for value in model.graph.output)
         self.types, self.shapes = _types_and_shapes(model)
         self.opset = opset_of(model)
@@ -43,14 +45,14 @@ class Dataflow:
             producer_name=model.producer_name,
             producer_version=model.producer_version,
             functions=model.functions,
-            graph=onnx.GraphProto(name=model.graph.name, input=model.graph.input, output=model.graph.output),
+            graph=onnx.GraphProto(name=model.graph.name, input=inputs, output=model.graph.output),
         )
 
     def readers(self) -> dict[str, list[onnx.NodeProto]]:
         """The nodes that read each tensor, in order."""
         found: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
-            for name in dict.fromkeys(node.input):
+            for name in dict.fromkeys((*node.input, *captured(node))):
                 found[name].append(node)
         return found
 
@@ -63,7 +65,7 @@ class Dataflow:
         varying = set(self.inputs)
         for node in self.nodes:
             # A shape is the same for every image of a batch, and so is everything computed from it.
-            if node.op_type not in ("Shape", "Size") and varying.intersection(node.input):
+            if node.op_type not in ("Shape", "Size") and varying.intersection((*node.input, *captured(node))):
                 varying.update(node.output)
         return varying
 
@@ -82,10 +84,21 @@ class Dataflow:
         model = onnx.ModelProto()
         model.CopyFrom(self._skeleton)
         model.graph.node.extend(nodes)
-        used = {name for node in model.graph.node for name in node.input}
+        used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
         constants = {**self.constants, **(new_constants or {})}
         model.graph.initializer.extend(tensor for name, tensor in constants.items() if name in used)
         return model
+
+
+def captured(node: onnx.NodeProto) -> set[str]:
+    """The tensors that the bodies of an If, Loop or Scan read, those of the body itself among them."""
+    found: set[str] = set()
+    for given in node.attribute:
+        for body in (given.g, *given.graphs):
+            found.update(value.name for value in body.output)
+            for inner in body.node:
+                found.update((*inner.input, *captured(inner)))
+    return found
 
 
 def opset_of(model: onnx.ModelProto) -> int:
@@ -142,7 +155,8 @@ def _require_finite(constants: Mapping[str, TensorProto]) -> None:
 
 
 def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
-    for value in (*graph.input, *graph.output):
+    constants = {tensor.name for tensor in graph.initializer}
+    for value in (*(value for value in graph.input if value.name not in constants), *graph.output):
         shape = value.type.tensor_type.shape.dim
         if not shape or not shape[0].dim_param:
             given = shape[0].dim_value if shape else "no shape"

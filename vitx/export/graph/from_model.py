@@ -1,6 +1,7 @@
 """From a rewritten network to an ONNX graph: traced by torch.export, cleaned, and compared with the network."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def graph_of(
     if wanted not in OPSETS:
         raise InputError(f"opset {wanted}: expected {OPSETS.start} to {OPSETS.stop - 1}")
     size = preprocessing.image_size
-    device = next(classifier.parameters()).device
+    device = _device_of(classifier)
     example = torch.zeros(EXAMPLE_BATCH, size, size, 3, dtype=torch.uint8, device=device)
     model, fused = trace(classifier, example, wanted, (INPUT, OUTPUT))
     with attention_form(classifier, fused=fused):
@@ -136,7 +137,7 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    device = next(classifier.parameters()).device
+    device = _device_of(classifier)
     generator = np.random.default_rng(0)
     for batch in CHECKED_BATCHES:
         images = generator.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
@@ -155,7 +156,13 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
             )
 
 
+def _device_of(classifier: nn.Module) -> torch.device:
+    return next(chain(classifier.parameters(), classifier.buffers()), torch.zeros(())).device
+
+
 def _require_dynamic_batch(model: Any) -> None:
+    if len(model.graph.outputs) != 1:
+        raise InputError(f"the network returns {len(model.graph.outputs)} tensors: expected one, logits (N, C)")
     for value in (*model.graph.inputs, *model.graph.outputs):
         if isinstance(value.shape[0], int):
             raise CheckFailed(f"the traced graph fixed the batch of '{value.name}' to {value.shape[0]}")

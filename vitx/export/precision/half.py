@@ -6,9 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
-from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, cast, copy_of, named_tensor
+from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, captured, cast, copy_of, named_tensor
 
 HALVES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 NUMPY_TYPES: dict[int, np.dtype[Any]] = {
@@ -40,7 +40,7 @@ class HalfGraph:
 
     def _has_half(self, node: onnx.NodeProto) -> bool:
         """Whether the operator's definition in this opset allows the type: a Conv takes bfloat16 since opset 22."""
-        if node.domain not in STANDARD:
+        if node.domain not in STANDARD or captured(node):  # the bodies of an If or a Loop stay as they are
             return False
         # Of the type variables of the definition, those that stand for an input or output and may be float32 (an
         # index may not) decide.
@@ -65,6 +65,8 @@ class _HalfWriter:
         self.made_in_half = {
             name for node in flow.nodes if node.name in in_half for name in node.output if flow.is_float(name)
         }
+        # What needs its float32 form under its name: the outputs, and what bodies of an If or a Loop read.
+        self.kept = set(flow.outputs).union(*map(captured, flow.nodes))
         self.constants: dict[str, TensorProto] = {}
         self.casts: set[str] = set()
 
@@ -78,18 +80,18 @@ class _HalfWriter:
                     yield from casts
             if node.name in self.in_half:
                 self._retype(copy)
-                outputs = [name for name in node.output if name in self.flow.outputs]
+                kept = [name for name in node.output if name in self.kept & self.made_in_half]
                 for index, name in enumerate(node.output):
                     copy.output[index] = self._output(name)
                 yield copy
                 # The graph's outputs stay float32, whatever makes them: the logits' type is part of the contract.
-                yield from (cast(self._output(name), name, TensorProto.FLOAT) for name in outputs)
+                yield from (cast(self._output(name), name, TensorProto.FLOAT) for name in kept)
             else:
                 yield copy
 
     def _output(self, name: str) -> str:
-        """The name of a node's output; an output of the graph keeps its name for the float32 form."""
-        return f"{name}/half" if name in self.flow.outputs and name in self.made_in_half else name
+        """The name of a node's output; what is kept has its own name for the float32 form."""
+        return f"{name}/half" if name in self.kept and name in self.made_in_half else name
 
     def _input(self, name: str, *, by_half: bool) -> tuple[str, list[onnx.NodeProto]]:
         """The name under which a node of the half type, or of float32, reads a tensor, and the Cast this needs."""
@@ -97,8 +99,8 @@ class _HalfWriter:
             return (self._constant(name) if by_half else name), []
         if (name in self.made_in_half) == by_half:
             return self._output(name), []
-        if name in self.flow.outputs and name in self.made_in_half:
-            return name, []  # the float32 form of an output exists already
+        if name in self.kept and name in self.made_in_half:
+            return name, []  # its float32 form exists already
         target = f"{name}/as half" if by_half else name + AS_FLOAT
         if target in self.casts:
             return target, []
@@ -115,11 +117,17 @@ class _HalfWriter:
 
     def _retype(self, node: onnx.NodeProto) -> None:
         """Where a node names the type of its result (Cast, ConstantOfShape, …), name the half type."""
+        dtype = NUMPY_TYPES[self.element_type]
+        if node.op_type == "ConstantOfShape" and not node.attribute:
+            node.attribute.append(helper.make_attribute("value", named_tensor("", np.zeros(1, dtype))))
         for given in node.attribute:
+            if given.name in ("value_float", "value_floats"):
+                value = np.array(helper.get_attribute_value(given), dtype)
+                given.CopyFrom(helper.make_attribute("value", named_tensor("", value)))
             if given.name in ("to", "dtype") and given.i == TensorProto.FLOAT:
                 given.i = self.element_type
             if given.name == "value" and given.t.data_type == TensorProto.FLOAT:
-                _convert(given.t, NUMPY_TYPES[self.element_type])
+                _convert(given.t, dtype)
 
 
 def _is_float32_only(node: onnx.NodeProto, index: int) -> bool:

@@ -6,11 +6,12 @@ nothing that only training needs is left, so a rewrite is a few lines of arithme
 Shape letters: B batch, N tokens, M queries (N, or 1 in a class-token tail), D width, H heads, K head width, C = H·K.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.onnx.ops
-from timm.layers import LayerScale, Mlp
+from timm.layers import LayerNorm, LayerScale, Mlp
 from timm.layers.attention import Attention as TimmAttention
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as TimmBlock
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from vitx.models import Block, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.head_mix import mix_heads
+
+# timm's runs one kernel more or less, and computes the same.
+NORMS = (nn.LayerNorm, LayerNorm)
 
 
 class HeadMix(nn.Module):
@@ -195,29 +199,46 @@ def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
     """Replace every supported block under `root` by an `ExportBlock`, in place; return all of them in order.
 
     Supported are vitx's blocks and timm's plain ones: self-attention without gates, masks or normalised queries, an
-    MLP of two linear layers, LayerScale or nothing after each branch. Other blocks stay as they are.
+    MLP of two linear layers, LayerScale or nothing after each branch. Other blocks stay as they are, and so do those
+    of which a part is used elsewhere too, has hooks, or is of a subclass, which may compute something else.
     """
+    shared = _shared_parts(root)
     for name, module in list(root.named_modules()):
-        if _is_supported(module):
+        if _is_supported(module) and not shared.intersection(map(id, (*module.modules(), *module.parameters()))):
             parent, _, child = name.rpartition(".")
             setattr(root.get_submodule(parent), child, ExportBlock(module).train(module.training))
     return [module for module in root.modules() if isinstance(module, ExportBlock)]
 
 
 def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
-    """The vision transformer under `root` whose features, pooling and head are timm's own, or None.
+    """The vision transformer that `root` is, or that it calls as its `model`; None for others.
 
-    Distilled DeiT is one, with two class tokens and two classifiers (`class_tokens`, `classifiers`). Another subclass
-    with its own forward pass may use the blocks' outputs in other ways than the rewrites assume.
+    Its features, pooling and head are timm's own. Distilled DeiT is one, with two class tokens and two classifiers
+    (`class_tokens`, `classifiers`). A subclass with its own forward pass, or a module around it, may use the blocks'
+    outputs in other ways than the rewrites assume; layers that are used twice would be changed for both.
     """
+    module = root if isinstance(root, TimmVisionTransformer) else getattr(root, "model", None)
+    if not isinstance(module, TimmVisionTransformer) or module.attn_pool is not None or _shared_parts(root):
+        return None
+    known = VisionTransformerDistilled if isinstance(module, VisionTransformerDistilled) else TimmVisionTransformer
     own = ("forward", "forward_features", "pool", "forward_head")
-    for module in root.modules():
-        if isinstance(module, TimmVisionTransformer):
-            distilled = isinstance(module, VisionTransformerDistilled)
-            known = VisionTransformerDistilled if distilled else TimmVisionTransformer
-            same = all(getattr(type(module), name) is getattr(known, name) for name in own)
-            return module if same and module.attn_pool is None else None
-    return None
+    same = all(getattr(module, name).__func__ is getattr(known, name) for name in own)
+    return module if same else None
+
+
+def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether it computes what one of these classes does: it is no subclass, and has no hooks."""
+    return (
+        type(module) in kinds
+        and not any((module._forward_hooks, module._forward_pre_hooks))
+        and "forward" not in vars(module)
+    )
+
+
+def _shared_parts(root: nn.Module) -> set[int]:
+    """The ids of modules and parameters that lie under `root` in more than one place."""
+    parts = (*root.named_modules(remove_duplicate=False), *root.named_parameters(remove_duplicate=False))
+    return {part for part, count in Counter(id(part) for _, part in parts).items() if count > 1}
 
 
 def class_tokens(model: TimmVisionTransformer) -> int:
@@ -233,20 +254,24 @@ def classifiers(model: TimmVisionTransformer) -> list[nn.Module]:
 
 
 def _is_supported(module: nn.Module) -> bool:
-    # The exact type: a subclass may compute something else.
-    if type(module) not in (Block, TimmBlock):
+    if not is_plain(module, Block, TimmBlock):
         return False
     block: Any = module
-    scales = all(isinstance(scale, LayerScale | nn.Identity) for scale in (block.ls1, block.ls2))
+    scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in (block.ls1, block.ls2))
     mlp = block.mlp
-    two_layers = type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear) and isinstance(mlp.norm, nn.Identity)
-    return scales and two_layers and _is_supported_attention(block.attn)
+    linear = is_plain(mlp, Mlp) and all(is_plain(layer, nn.Linear) for layer in (mlp.fc1, mlp.fc2))
+    norms = all(is_plain(norm, *NORMS) or not isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
+    return scales and linear and norms and isinstance(mlp.norm, nn.Identity) and _is_supported_attention(block.attn)
 
 
 def _is_supported_attention(attention: Any) -> bool:
-    if type(attention) in (PlainAttention, ReAttention, TalkingHeadsAttention):
+    if not is_plain(attention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention):
+        return False
+    if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj)):
+        return False
+    if type(attention) is not TimmAttention:
         return True
-    if type(attention) is not TimmAttention or getattr(attention, "gate", None) is not None:
+    if getattr(attention, "gate", None) is not None:
         return False
     norms = (attention.q_norm, attention.k_norm, getattr(attention, "norm", nn.Identity()))
     return all(isinstance(norm, nn.Identity) for norm in norms)

@@ -15,11 +15,13 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 
 from vitx.export.rewrite.canonical import (
+    NORMS,
     ExportAttention,
     HeadMix,
     canonical_blocks,
     class_tokens,
     classifiers,
+    is_plain,
     set_bias,
     vision_transformer,
 )
@@ -262,7 +264,10 @@ def _affine_of(norm: nn.Module | None, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fold_affine(norm: nn.Module, linears: list[nn.Linear]) -> int:
-    if not isinstance(norm, nn.LayerNorm) or not norm.elementwise_affine:
+    if not is_plain(norm, *NORMS) or not all(is_plain(linear, nn.Linear) for linear in linears):
+        return 0
+    assert isinstance(norm, nn.LayerNorm)
+    if not norm.elementwise_affine:
         return 0
     for linear in linears:
         if norm.bias is not None:

@@ -5,6 +5,7 @@ Each is an identity in exact arithmetic, changes the network in place, and can b
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph.tracing import failure_of
+from vitx.export.rewrite.canonical import is_plain
 from vitx.export.rewrite.folds import (
     compute_class_token_only,
     drop_row_constants,
@@ -42,7 +44,7 @@ class ImageClassifier(nn.Module):
         super().__init__()
         self.model = model
         self.subtract_mean = self.divide_by_std = True
-        reference = next(model.parameters())
+        reference = next(chain(model.parameters(), model.buffers()), torch.zeros(()))
         for name, values in (("mean", preprocessing.mean), ("std", preprocessing.std)):
             # In units of pixel values: (x/255 − m)/s = (x − 255·m)/(255·s), which needs no division by 255.
             on_pixels = 255 * torch.tensor(values, dtype=torch.float64)
@@ -166,7 +168,7 @@ def rewrite_checked(
         if name in rewrites:
             applied_rewrites(classifier, [name])
             change = _change(expected, _logits(classifier, images))
-            if change > TOLERANCE:
+            if not change <= TOLERANCE:  # NaN too
                 raise CheckFailed(
                     f"the rewrite '{name}' changes this network, by {change:.2g} of its largest logit: it uses a layer "
                     f"in two places, or a weight on its own; leave it out with --without {name}"
@@ -227,7 +229,7 @@ def first_convolution(model: nn.Module) -> nn.Conv2d | None:
         return None
     module = model.get_submodule(name)
     # A subclass may pad or standardise its weights in its own forward pass.
-    return module if type(module) is nn.Conv2d else None
+    return module if isinstance(module, nn.Conv2d) and is_plain(module, nn.Conv2d) else None
 
 
 def _is_padded(convolution: nn.Conv2d) -> bool:
