@@ -3,6 +3,7 @@
 import io
 import pickle
 import tarfile
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def test_a_digest_sees_each_of_its_parts() -> None:
     assert len({six.digest(), *(each.digest() for each in others)}) == 5
 
 
+def test_another_split_is_refused() -> None:
+    with pytest.raises(InputError, match=r"unknown split 'test': known: train, val"):
+        open_images("digits", "test")  # type: ignore[arg-type]
+
+
 def test_parts_of_a_set() -> None:
     six = image_set()
     part = six.subset(np.array([4, 1]))
@@ -64,6 +70,8 @@ def test_parts_of_a_set() -> None:
     )
     assert (part.skipped, [part.read(0), part.read(1)]) == (six.skipped, [six.read(4), six.read(1)])
     assert part.subset(np.array([1])).read(0) == six.read(1)
+    digits = open_images("digits", "val").subset(np.array([7, 3]))
+    assert pickle.loads(pickle.dumps(digits)).read(1) == digits.read(1)
     assert six.first(None) is six.first(6) is six.first(9) is six.evenly_spaced(None) is six
     assert (six.first(2).keys, six.evenly_spaced(3).keys) == (("0.png", "1.png"), ("0.png", "2.png", "5.png"))
     assert (evenly_spaced(5, 1).tolist(), evenly_spaced(7, 7).tolist()) == ([0], [*range(7)])
@@ -165,6 +173,10 @@ def test_a_cifar_image_is_three_planes_behind_its_labels(tmp_path: Path) -> None
     folder = cifar_100(tmp_path / "cifar-100-binary", {"train.bin": rows, "test.bin": rows[:1]})
     assert cifar.find_folder(tmp_path) == cifar.find_folder(folder) == folder
     assert cifar.find_folder(tmp_path / "none") is None
+    (tmp_path / "link").symlink_to(folder)
+    assert cifar.find_folder(tmp_path / "link") == folder
+    with chdir(folder):
+        assert cifar.find_folder(Path()) == folder
     images = open_images(str(folder), "train")
     assert (images.name, images.keys, images.labels.tolist()) == (str(folder), ("train/00000", "train/00001"), [1, 0])
     np.testing.assert_array_equal(np.asarray(decode(images.read(1))), planes[1].transpose(1, 2, 0))

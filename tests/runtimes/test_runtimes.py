@@ -115,11 +115,19 @@ def test_images_of_another_shape_or_dtype_are_refused(certified_original: Bundle
         np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.float32),
         # Of no image at all ONNX Runtime would divide by 0 in some graphs, and end the process with SIGFPE.
         np.zeros((0, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8),
+        np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8).tolist(),
+        None,
     ]
     for images in wrong:
         for session in loaded:
             with pytest.raises(InputError, match=r"expected uint8 \(N, 16, 16, 3\)"):
                 session.infer(images)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 1.5])
+def test_a_number_of_threads_that_cannot_be_is_refused(certified_original: Bundle, threads: Any) -> None:
+    with pytest.raises(InputError, match=f"threads={threads}: expected a whole number from 1 to 1024, or None"):
+        load_session(certified_original, device="cpu", threads=threads)
 
 
 def test_unknown_runtime_and_device_are_refused(certified_original: Bundle) -> None:

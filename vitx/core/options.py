@@ -56,7 +56,8 @@ THREADS_HELP = "Threads of one session. Default: all cores."
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Field(description=DEVICE_HELP)]
 DataOption = Annotated[str | None, Field(description=DATA_HELP, min_length=1)]
 CheckpointOption = Annotated[Checkpoint, Field(description=CHECKPOINT_HELP)]
-Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1, le=1024)]
+MAX_THREADS = 1024
+Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1, le=MAX_THREADS)]
 RuntimeOption = Annotated[
     str, Field(description="What runs a bundle: auto takes the fastest certified here; `vitx doctor` lists the names.")
 ]

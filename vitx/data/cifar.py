@@ -58,6 +58,7 @@ class PngReader:
 
 def find_folder(root: Path) -> Path | None:
     """The folder with CIFAR's files: `root` or one directly in it."""
+    root = root.resolve()  # its own name, where it is a link or the current folder
     places = [place for name in _ARCHIVES for place in (root, root / name) if place.name == name]
     return next((place for place in places if place.is_dir()), None)
 

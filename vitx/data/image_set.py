@@ -76,12 +76,19 @@ class ImageSet:
     def subset(self, indices: npt.NDArray[np.int64]) -> "ImageSet":
         """The images of `indices`, in that order."""
         keys = tuple(self.keys[index] for index in indices)
-        read = self.read
-        return ImageSet(
-            *(self.name, self.class_names, keys, self.labels[indices]),
-            read=lambda index: read(int(indices[index])),
-            skipped=self.skipped,
-        )
+        read = SubsetReader(self.read, indices)
+        return ImageSet(self.name, self.class_names, keys, self.labels[indices], read, self.skipped)
+
+
+@dataclass(frozen=True)
+class SubsetReader:
+    """`ImageSet.read` of a subset; unlike a lambda it can be sent to another process."""
+
+    read: Callable[[int], bytes]
+    indices: npt.NDArray[np.int64]
+
+    def __call__(self, index: int) -> bytes:
+        return self.read(int(self.indices[index]))
 
 
 def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:

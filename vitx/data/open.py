@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from vitx.core.errors import InputError
+from vitx.core.errors import InputError, unknown_name
 from vitx.data.digits import open_digits
 from vitx.data.flat_folder import is_flat, is_split_file, open_flat, open_split_file
 from vitx.data.folder import class_names_in, list_images, open_folder, split_folder
@@ -17,11 +17,14 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     a Hugging Face data set; WebDataset shards; one folder a class, of which a fifth is the evaluation split. `data` may
     also be a pattern of shards with {split} in it, or the split.json of a run.
 
-    Raises InputError when `data` is none of them, when train/ and val/ hold different classes, or when an image of a
-    folder of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in `skipped`.
+    Raises InputError for another split, when `data` is none of them, when train/ and val/ hold different classes, or
+    when an image of a folder of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in
+    `skipped`.
     """
     from vitx.data import cifar, hugging_face, webdataset  # each with libraries of its own
 
+    if split not in SPLIT_NAMES:
+        raise unknown_name("split", split, SPLIT_NAMES)
     if data == "digits":
         return open_digits(split)
     if "{split}" in data:

@@ -66,6 +66,7 @@ def predict(
 
     out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`. Of `options` only what runs
     the bundle (ray, ray_actors, threads, device, runtime) is not read. Called again, it goes on with what is left.
+    Pillow's warnings and logs are off in this process from then on (`ignore_image_warnings`).
 
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
     unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if

@@ -6,6 +6,7 @@ from typing import cast
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
+from vitx.core.options import MAX_THREADS
 from vitx.runtimes.requirements import RUNTIMES, require
 from vitx.runtimes.session import Device, Session, device_name
 
@@ -25,11 +26,14 @@ def load_session(
     load faster the next time; without it they are deleted when the session is closed. outputs: what the session's
     `infer_outputs` gives beside logits, of those that the bundle has; the graph computes no other.
 
-    Raises InputError for an unknown runtime or device, for a runtime that does not run bundles, for outputs that the
-    bundle or a plan lacks, and when the bundle lacks the file that the runtime loads; EnvironmentMissing when the
-    device or a package is missing; CheckFailed for a plan of another GPU, version or graph.
+    Raises InputError for an unknown runtime or device, for another number of threads than 1 to 1024, for a runtime that
+    does not run bundles, for outputs that the bundle or a plan lacks, and when the bundle lacks the file that the
+    runtime loads; EnvironmentMissing when the device or a package is missing; CheckFailed for a plan of another GPU,
+    version or graph.
     """
     chosen = device_name(device)
+    if threads is not None and threads not in range(1, MAX_THREADS + 1):
+        raise InputError(f"threads={threads}: expected a whole number from 1 to {MAX_THREADS}, or None")
     known = RUNTIMES.get(runtime)
     if known is not None and known.source == "run":
         raise InputError(

@@ -152,9 +152,11 @@ def is_cpu(device: Device) -> bool:
 
 def check_images(images: UInt8Array, image_shape: Sequence[int]) -> None:
     """Raise InputError unless `images` is uint8 (N, *image_shape), N ≥ 1: of none ONNX Runtime ends the process."""
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != tuple(image_shape) or not len(images):
+    is_array = isinstance(images, np.ndarray)
+    if not is_array or images.dtype != np.uint8 or images.shape[1:] != tuple(image_shape) or not len(images):
+        given = f"{images.dtype} {images.shape}" if is_array else f"of type {type(images).__name__}"
         expected = ", ".join(map(str, ("N", *image_shape)))
-        raise InputError(f"images are {images.dtype} {images.shape}: expected uint8 ({expected}), at least one image")
+        raise InputError(f"images are {given}: expected uint8 ({expected}), at least one image")
 
 
 def image_shape(bundle: Bundle) -> tuple[int, int, int]:

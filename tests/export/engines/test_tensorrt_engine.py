@@ -349,7 +349,7 @@ def test_attention_is_written_out(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2, 9, 8]) for name in ("x", "y")]
     # As PyTorch writes it, with every default; ONNX does not require that names of nodes differ.
-    defaults = {"is_causal": 0, "softcap": 0.0, "qk_matmul_output_mode": 0}
+    defaults: dict[str, Any] = {"is_causal": 0, "softcap": 0.0, "qk_matmul_output_mode": 0}
     first = helper.make_node("Attention", ["x", "x", "x"], ["h"], name="attn", **defaults)
     node = helper.make_node("Attention", ["h", "h", "h"], ["y"], name="attn")
     graph = helper.make_graph([first, node], "g", tensors[:1], tensors[1:])

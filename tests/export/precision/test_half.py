@@ -363,7 +363,8 @@ def test_bodies_of_an_if_read_float32() -> None:
         *(node("ReduceSum", "y", "sum", keepdims=0), node("Greater", "sum zero", "positive")),
         *(node("If", "positive", "z", **branches), node("Mul", "z d", "other")),
     ]
-    constants = {"c": np.float32([3.0]), "d": np.float32([0.5]), "zero": np.float32(0)}
+    constants: dict[str, Any] = {name: np.array([value], np.float32) for name, value in (("c", 3), ("d", 0.5))}
+    constants["zero"] = np.array(0, np.float32)
     graph = checked(graph_of(nodes, "logits other", **constants))
     flow = Dataflow(graph)
     half = HalfGraph(flow, TensorProto.FLOAT16)
@@ -394,7 +395,7 @@ def test_constants_of_other_forms_have_the_type(kind: int, dtype: Any) -> None:
 
 def test_a_constant_may_be_listed_as_an_input() -> None:
     """As it had to be before version 4 of the IR."""
-    graph = graph_of([node("Mul", "x two", "logits")], two=np.float32([2.0]))
+    graph = graph_of([node("Mul", "x two", "logits")], two=np.array([2.0], np.float32))
     graph.graph.input.append(helper.make_tensor_value_info("two", FLOAT, [1]))
     flow = Dataflow(graph)
     assert flow.inputs == ("images",)

@@ -128,9 +128,10 @@ def test_what_can_be_one_node() -> None:
 
 
 def test_the_transformer_whose_forward_pass_is_timms() -> None:
-    model = network("plain")
+    model: Any = network("plain")
     found: Any = vision_transformer(ImageClassifier(model, Preprocessing(image_size=16)))
-    assert found is model is vision_transformer(model)
+    assert found is model
+    assert vision_transformer(model) is found
     assert vision_transformer(nn.Linear(1, 1)) is None
     assert vision_transformer(nn.Sequential(nn.Linear(1, 1), model)) is None, "what is around it may read its tokens"
     for name in ("forward", "forward_features", "pool", "forward_head"):

@@ -1,22 +1,27 @@
 """What `vitx train` writes, prints and refuses."""
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from cli_fixture import Vitx
-from training_jobs import TINY_SETTINGS, metrics_of
+from training_jobs import TINY, TINY_SETTINGS, metrics_of, recipe_of
+from vitx.core.errors import InputError
 from vitx.core.files import read_record, write_json
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.models import load_run_model
+from vitx.train.loop.determinism import own_generators
 from vitx.train.loop.environment import RunEnvironment
 from vitx.train.loop.evaluation import evaluate
+from vitx.train.loop.trainer import train
 from vitx.train.recipes.recipe import Recipe
 from vitx.train.recipes.registry import RECIPES
 
@@ -307,3 +312,14 @@ def test_recipes_are_listed(vitx: Vitx) -> None:
     code, out, _ = vitx("recipes", "--json")
     assert code == 0
     assert [row["name"] for row in json.loads(out)] == sorted(RECIPES)
+
+
+def test_a_process_trains_one_run_at_a_time_and_keeps_its_generators(tmp_path: Path) -> None:
+    recipe = recipe_of(*TINY, "epochs=1", "workers=0")
+    before = random.getstate(), np.random.get_state(legacy=False)["state"]["pos"], torch.get_rng_state()
+    train(recipe, tmp_path / "run", device="cpu", quiet=True)
+    assert (random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    with own_generators(torch.device("cpu")), pytest.raises(InputError, match="another thread of this process trains"):
+        train(recipe, tmp_path / "other", device="cpu", quiet=True)
+    assert not (tmp_path / "other").exists()

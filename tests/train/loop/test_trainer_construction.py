@@ -1,7 +1,7 @@
 """What a trainer is built of, with each argument in its place, and the order in which a run is opened."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,6 +292,7 @@ def test_a_run_is_opened_in_this_order(
     monkeypatch.setattr(module, "fix_cublas_workspace", lambda device: done.append(("cublas", device)))
     monkeypatch.setattr(module, "deterministic_algorithms", lambda enabled: entered(f"deterministic {enabled}", None))
     monkeypatch.setattr(module, "choose_device", lambda device: f"chosen {device}")
+    monkeypatch.setattr(module, "own_generators", lambda device: nullcontext())
     monkeypatch.setattr(module, "join_processes", lambda device: entered(f"join on {device}", processes))
     monkeypatch.setattr(module, "explain_lost_process", lambda folder: entered(f"lost {folder.path}", None))
     monkeypatch.setattr(module, "explain_full_disk", lambda folder: entered(f"disk {folder.path}", None))

@@ -6,12 +6,14 @@ backward pass, does not split the keys in the memory-efficient one, and leaves o
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from vitx.core.errors import InputError
+from vitx.train.randomness import seeded
 
 # cuBLAS reads this variable when CUDA starts. With one of these two values its streams share no workspace, so that its
 # sums have one order (NVIDIA's cuBLAS documentation, "Results Reproducibility").
@@ -77,3 +79,22 @@ def _explain(message: str) -> InputError | None:
             f"execution.deterministic: CUDA has started without {WORKSPACE}: start with {WORKSPACE}={FIXED[0]}"
         )
     return None
+
+
+_TRAINING = threading.Lock()
+
+
+@contextmanager
+def own_generators(device: torch.device) -> Iterator[None]:
+    """For one training at a time: it seeds the global generators of this process, whose states come back at the end.
+
+    Raises InputError where another thread trains: they would draw from each other's generators, and its lock on a run
+    folder does not exclude its own process.
+    """
+    if not _TRAINING.acquire(blocking=False):
+        raise InputError("another thread of this process trains: train one after the other, or in a process of its own")
+    try:
+        with seeded(0, device):  # a run seeds them anew before it draws
+            yield
+    finally:
+        _TRAINING.release()

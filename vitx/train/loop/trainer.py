@@ -38,7 +38,7 @@ from vitx.train.loop.checkpoint import (
     switch_links,
     write_metrics,
 )
-from vitx.train.loop.determinism import deterministic_algorithms, fix_cublas_workspace
+from vitx.train.loop.determinism import deterministic_algorithms, fix_cublas_workspace, own_generators
 from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
 from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
@@ -118,7 +118,8 @@ def train(
         fix_cublas_workspace(device)  # before `choose_device` may start CUDA
     with (
         deterministic_algorithms(enabled=recipe.execution.deterministic),
-        join_processes(chosen := choose_device(device)) as processes,
+        own_generators(chosen := choose_device(device)),
+        join_processes(chosen) as processes,
         explain_lost_process(folder),
         RunLock(folder) as lock,
     ):

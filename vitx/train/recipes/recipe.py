@@ -88,6 +88,11 @@ class Recipe(Record):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         refuse_double_mixing(self.mixup, self.cutmix, self.losses)
+        for place, kwargs in (("model", self.model.kwargs), ("optimizer", self.optimizer.kwargs)):
+            try:
+                json.dumps(kwargs, allow_nan=False)
+            except ValueError:
+                raise ValueError(f"{place}.kwargs has a number that is infinite or NaN: expected finite ones") from None
         for name, value in self.model.kwargs.items():
             if name in DERIVED_ARGUMENTS:
                 raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {DERIVED_ARGUMENTS[name]}")
@@ -228,7 +233,7 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 
 def _readings(text: str) -> Iterator[Any]:
     """The JSON value of `text`, if it is one, then the text itself: 123 is a number, or the name "123"."""
-    with contextlib.suppress(json.JSONDecodeError):
+    with contextlib.suppress(ValueError, RecursionError):  # of 5,000 digits, or lists in 20,000 lists
         yield json.loads(text)
     yield text
 

@@ -43,6 +43,11 @@ def _check_keys(recipe: Recipe, plain: dict[str, Any], prefix: str = "") -> None
             _check_keys(recipe, value, f"{prefix}{key}.")
         else:
             check_key(recipe, f"{prefix}{key}")
+            try:
+                json.dumps(value)
+            except TypeError:  # TOML has dates and times
+                expected = "a text, a number, true, false, a list or a table"
+                raise InputError(f"{prefix}{key} is {value}: expected {expected}") from None
 
 
 def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
