@@ -13,6 +13,7 @@ import pytest
 from bundle_fixture import NumpySession, colour_image, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.options import PredictOptions
@@ -207,3 +208,45 @@ def test_rows_stay_when_another_worker_has_finished_the_shard_first(tmp_path: Pa
     pq.write_table(pa.table({"path": ["a", "b", "c"], "error": pa.nulls(3, pa.string())}), old)
     kept.merge_into(new)
     assert pq.read_table(new)["path"].to_pylist() == ["a", "b"]
+
+
+def parquet_of(path: Path, ids: range, **columns: list[Any]) -> bytes:
+    """Written to `path`, and what was written."""
+    table = pa.table({"image": IMAGES[: len(ids)], "id": [f"k{number}" for number in ids], **columns})
+    pq.write_table(table, path)
+    return path.read_bytes()
+
+
+def test_keys_of_a_mended_parquet_file_are_compared_with_the_others(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    parquet_of(tmp_path / "in" / "a.parquet", range(4))
+    whole = parquet_of(tmp_path / "in" / "b.parquet", range(3, 7))
+    (tmp_path / "in" / "b.parquet").write_bytes(whole[:-100])
+    assert run(tiny_bundle, tmp_path / "in", tmp_path / "out", key="id")[0].errors == 1
+    (tmp_path / "in" / "b.parquet").write_bytes(whole)
+    before = rows(tmp_path / "out")
+    with pytest.raises(InputError, match=r'--key id: "k3" is in row 0 of b\.parquet and in row 3 of a\.parquet'):
+        run(tiny_bundle, tmp_path / "in", tmp_path / "out", key="id", retry_errors=True)
+    assert rows(tmp_path / "out") == before
+    parquet_of(tmp_path / "in" / "b.parquet", range(4, 8))
+    assert run(tiny_bundle, tmp_path / "in", tmp_path / "out", key="id", retry_errors=True)[0].errors == 0
+    assert sorted(row["path"] for row in rows(tmp_path / "out")) == [f"k{number}" for number in range(8)]
+
+
+def test_a_mended_parquet_file_says_which_columns_the_output_lacks(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    parquet_of(tmp_path / "in" / "a.parquet", range(4))
+    whole = parquet_of(tmp_path / "in" / "b.parquet", range(4, 8), weight=[1.0] * 4)
+    (tmp_path / "in" / "b.parquet").write_bytes(whole[:-100])
+    run(tiny_bundle, tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in" / "b.parquet").write_bytes(whole)
+    assert run(tiny_bundle, tmp_path / "in", tmp_path / "out", retry_errors=True)[0].errors == 1
+    (error,) = {row["error"] for row in rows(tmp_path / "out")} - {None}
+    assert error.startswith("b.parquet has a column 'weight', which the output does not have: choose another folder")
+
+
+def test_the_table_of_a_run_is_no_folder_for_another(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    run(tiny_bundle, folder, tmp_path / "out")
+    with pytest.raises(InputError, match=r"predictions\.parquet' is the table of a run: pass its folder, '.*out'$"):
+        run(tiny_bundle, folder, tmp_path / "out" / PREDICTIONS)
+    assert len(rows(tmp_path / "out")) == 12

@@ -10,6 +10,7 @@ import pytest
 
 from cli_fixture import Vitx
 from epoch_row import epoch_row
+from server_process import wait_until
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder
@@ -56,6 +57,9 @@ def test_a_run_whose_process_was_killed(run: RunFolder) -> None:
     elsewhere = HALF.model_copy(update={"pid": dead.pid, "host": "another"})
     assert not elsewhere.process_is_gone()
     assert not HALF.model_copy(update={"pid": os.getpid()}).process_is_gone()
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    wait_until(lambda: HALF.model_copy(update={"pid": zombie.pid}).process_is_gone())  # nobody has asked for its end
+    zombie.wait()
 
 
 def test_a_run_that_ended_early_says_why(run: RunFolder) -> None:

@@ -25,8 +25,11 @@ def analyze_networks(
 ) -> tuple[list[Analysis], SimilarityMatrix | None]:
     """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
 
-    Raises InputError when no data is named and the first network was trained on none.
+    Raises InputError when no data is named and the first network was trained on none, and for `corrupted` without its
+    metric.
     """
+    if request.corrupted is not None and "corruptions" not in metrics:
+        raise InputError(f"--corrupted {request.corrupted} is for the metric corruptions: name it with --only")
     device = choose_device(request.device)
     options = AnalysisOptions(batch_size=request.batch_size, module=request.module, corrupted=request.corrupted)
     open_data = partial(open_analysis_images, limit=request.images, skip_bad=request.skip_bad)

@@ -170,7 +170,7 @@ def _environment(verb: str, flag: str) -> str:
 
 
 def _config(verb: str) -> inspect.Parameter:
-    said = "Read options from this file: threads = 4."
+    said = "Read options from this file: device = 'cpu'."
     envvar = _environment(verb, "--config")
     option = typer.Option(
         "--config", envvar=envvar, metavar="FILE.toml", help=said, is_eager=True, callback=_read_config

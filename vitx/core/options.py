@@ -48,7 +48,7 @@ def option(
 
 # Options of several verbs.
 DEVICE_HELP = "Where to run; auto takes a GPU where there is one."
-DATA_HELP = "'digits', or a folder with one folder a class, or with train/ and val/ of them. Default: the run's."
+DATA_HELP = "'digits', a folder with a folder a class, or with train/ and val/ of them. Default: the run's or recipe's."
 # "-raw": the weights that were trained, in place of their moving average.
 Checkpoint = Literal["best", "last", "best-raw", "last-raw"]
 CHECKPOINT_HELP = "Which checkpoint of the run; raw: the weights as trained, not their average."

@@ -23,16 +23,16 @@ from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import absolute, is_url
-from vitx.predict.inputs.tables import TableColumns
+from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.mirror import Mirror
-from vitx.predict.outputs.parts import output_schema, part_path, read_column, warm_up
+from vitx.predict.outputs.parts import PREDICTIONS, output_schema, part_path, read_column, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import open_ledger, open_run
+from vitx.predict.state import STATE, open_ledger, open_run
 from vitx.predict.summary import Increment, PredictionSummary, summarize, summary_name, write_summary
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
@@ -103,6 +103,8 @@ def predict(
         run = open_run(ledger, out, settings, take, partial(measure, ledger), options.share)
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
+        if options.retry_errors and options.key is not None:  # files that could not be read when they were listed
+            refuse_equal_keys(run.base, (claim.shard for claim in ledger.shards()), options.key)
         increment: Increment | None = None
         if options.incremental:
             increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path)
@@ -203,6 +205,8 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
         raise InputError(f"--out '{out}': expected a folder or a URL; in Python a URL is a text, not a Path")
     if options.state is not None:
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
+    if Path(out).name == PREDICTIONS and (Path(out).parent / STATE).is_dir():
+        raise InputError(f"--out '{out}' is the table of a run: pass its folder, '{Path(out).parent}'")
     return None, Path(out).absolute()  # a relative path with a colon is a URL to pyarrow
 
 

@@ -3,6 +3,8 @@
 import os
 import socket
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from pydantic import Field
 
@@ -38,6 +40,8 @@ class RunProgress(Record):
             return True
         except PermissionError:  # another user's
             return False
+        with suppress(OSError):  # a dead one whose parent has not asked yet is a zombie
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         return False
 
 

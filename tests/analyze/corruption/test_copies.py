@@ -8,6 +8,8 @@ from PIL import Image
 
 from vitx.analyze.corruption.copies import open_corrupted_copies
 from vitx.analyze.metrics.corruptions import copies_robustness
+from vitx.analyze.network_analyses import analyze_networks
+from vitx.analyze.options import AnalysisRequest
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
 
@@ -120,3 +122,8 @@ def test_damaged_copies_are_refused(cifar_c: Path) -> None:
     np.save(cifar_c / "fog.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(InputError, match=r"fog\.npy is not a numpy array"):
         copies.open("fog", 1)
+
+
+def test_copies_without_their_metric_are_refused() -> None:
+    with pytest.raises(InputError, match="--corrupted nowhere is for the metric corruptions: name it with --only"):
+        analyze_networks(["run"], ("fourier",), AnalysisRequest(corrupted=Path("nowhere")))

@@ -135,6 +135,9 @@ def read_rows(
         parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         schema = parquet.schema_arrow
         image = _image_column(schema, columns, shard.location)
+        if count is None:  # it could not be read when it was listed
+            known = {field.name: (field.type, "the output") for field in columns.schema or ()}
+            _copy(schema, shard.location, columns, known, again=True)
         groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (shard.start, count)]
         if not groups and count is not None:
             raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
@@ -175,10 +178,11 @@ def refuse_equal_keys(base: str, shards: Iterable[Shard], column: str, more: Ite
 
 
 def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
-    for name in dict.fromkeys(shard.location for shard in shards if shard.count is not None):
+    for name in dict.fromkeys(shard.location for shard in shards if shard.kind == "parquet"):
         try:
             with open_stream(join(base, name)) as file:
-                batches = pq.ParquetFile(file).iter_batches(columns=[column])
+                parquet = pq.ParquetFile(file)
+                batches = parquet.iter_batches(columns=[column]) if column in parquet.schema_arrow.names else ()
                 keys = itertools.chain.from_iterable(batch.column(column).to_pylist() for batch in batches)
                 for row, key in enumerate(keys):
                     if key is None:
