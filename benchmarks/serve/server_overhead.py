@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from support.server_peers import INSTANCES, SMALL, bundle_of, infer_request
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
-from vitx.serve.http.head_cache import protocol_class
+from vitx.serve.http.head_cache import HeadCacheProtocol
 from vitx.serve.models.loading import Loader, WarmModel
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.options import ServeOptions
@@ -100,8 +101,8 @@ async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile
     configure_process()
     core = ServerCore(ServeOptions(), [warm.offer])
     core.models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), core.metrics), 0)
-    protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
-    config, state = _uvicorn_config(App(core, None), protocol, ServeOptions()), ServerState()
+    protocol = partial(HeadCacheProtocol, {}, core.limits, core.budget, core.metrics.reject)
+    config, state = _uvicorn_config(App(core, None), ServeOptions()), ServerState()
     config.load()
     loop = asyncio.get_running_loop()
     request = infer_request(SMALL.name, np.zeros((SMALL.image_size, SMALL.image_size, 3), np.uint8))

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from vitx.serve.http.asgi import Reply, read_body, send_reply
-from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head, protocol_class
+from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.limits import MemoryBudget
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.server import _uvicorn_config
@@ -100,8 +101,8 @@ class Server:
         self.app = Echo()
         self.refused: list[str] = []
         allowed = replace(ServeOptions().limits, **limits)
-        self._class = protocol_class(allowed, self.refused.append, MemoryBudget(allowed.memory_bytes))
-        self._config, self._state = _uvicorn_config(self.app, self._class, ServeOptions()), ServerState()
+        self._class = partial(HeadCacheProtocol, {}, allowed, MemoryBudget(allowed.memory_bytes), self.refused.append)
+        self._config, self._state = _uvicorn_config(self.app, ServeOptions()), ServerState()
         self._state.default_headers = [(b"date", b"today")]
         self._config.load()
 

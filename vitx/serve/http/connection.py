@@ -39,19 +39,20 @@ class _Flow(FlowControl):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. It is in the scope of its requests (CONNECTION). `protocol_class` sets what has no value here.
+    """One connection. It is in the scope of its requests (CONNECTION).
 
     lost: the client hung up. slow: this class has refused the request and counted it. on_lost: called when the client
     hangs up.
     """
 
-    limits: Limits
-    memory: MemoryBudget
-    on_refused: Callable[[str], None]
     flow: _Flow
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, limits: Limits, memory: MemoryBudget, on_refused: Callable[[str], None], *args: Any, **options: Any
+    ) -> None:
+        """`memory`: other protocols may share it. `on_refused` is called with the reason when it refuses a request."""
         super().__init__(*args, **options)
+        self.limits, self.memory, self.on_refused = limits, memory, on_refused
         self.lost = False
         self.slow = False
         self.on_lost: Callable[[], object] | None = None

@@ -8,7 +8,7 @@ that change how the body or the connection is read (encoding, Expect, upgrade, c
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from vitx.serve.callbacks import write_with_batch
 from vitx.serve.http.asgi import CONNECTION, Reply, head_of, lines_of
 from vitx.serve.http.connection import END_OF_HEAD, HttpProtocol
-from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
+from vitx.serve.limits import UNCOUNTED_BYTES
 
 # Begins a request: returns what answers it, once its body is there, by calling `HeadCacheProtocol.reply`, now or later;
 # and what cancels it, called if the connection ends before the reply.
@@ -33,11 +33,10 @@ _UNCACHEABLE = {b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"
 class HeadCacheProtocol(HttpProtocol):
     """One connection. A request with a cached head is `_incoming` until its body is complete, then `_replying`."""
 
-    # By the head without its length. `protocol_class` gives each server a dict of its own.
-    handlers: ClassVar[dict[bytes, CachedHandler]] = {}
-
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, handlers: dict[bytes, CachedHandler], *args: Any, **options: Any) -> None:
+        """`handlers`: those of the server, by the head without its length."""
         super().__init__(*args, **options)
+        self.handlers = handlers
         self._head: bytes | None = None  # of the request that is being parsed
         self._incoming: tuple[int, Answer] | None = None  # the length of the body, and what answers it
         self._pieces: list[bytes] = []
@@ -158,12 +157,3 @@ def _split(head: bytes) -> tuple[bytes, int] | None:
     """A head without the number in Content-Length, and that number."""
     found = _LENGTH.search(head)
     return None if found is None else (head[: found.start(1)] + head[found.end(1) :], int(found[1]))
-
-
-def protocol_class(limits: Limits, on_refused: Callable[[str], None], memory: MemoryBudget) -> type[HeadCacheProtocol]:
-    """Return the protocol class of one server. `on_refused` is called with the reason when a connection is refused.
-
-    memory: other protocols may share it.
-    """
-    members = {"limits": limits, "memory": memory, "on_refused": staticmethod(on_refused), "handlers": {}}
-    return type("ServerProtocol", (HeadCacheProtocol,), members)

@@ -19,8 +19,7 @@ from vitx.core.console import log
 from vitx.core.errors import InputError, naming_extra
 from vitx.serve.callbacks import start_kept
 from vitx.serve.http.app import App
-from vitx.serve.http.connection import HttpProtocol
-from vitx.serve.http.head_cache import protocol_class
+from vitx.serve.http.head_cache import HeadCacheProtocol
 from vitx.serve.models.loading import Offer
 from vitx.serve.models.repository import Repository
 from vitx.serve.observe.access_log import AccessLog
@@ -97,11 +96,10 @@ class Server:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         core, link = self._core, self._link
         routes = App(core, self._listener.getsockname()[0])
-        protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
-        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, protocol, self._options))
+        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, self._options))
         # It would raise the signals that it got again, and a drained server would not exit with 0.
         self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
-        self._uvicorn.startup = partial(self._listen, protocol)  # type: ignore[method-assign]
+        self._uvicorn.startup = self._listen  # type: ignore[assignment,method-assign]
         self._uvicorn.config.load()
         if link is None:
             self._grpc = await self._start_grpc()
@@ -132,12 +130,13 @@ class Server:
             for observer in core.observers:
                 await asyncio.to_thread(observer.close)
 
-    async def _listen(self, protocol: type[HttpProtocol], sockets: object) -> None:
+    async def _listen(self, sockets: object) -> None:
         """uvicorn's startup, with `header_seconds` for a TLS handshake: only after it has a connection other limits."""
-        server, tls = self._uvicorn, self._uvicorn.config.ssl
-        connect = partial(protocol, server.config, server.server_state, {})
+        core, server, tls = self._core, self._uvicorn, self._uvicorn.config.ssl
+        ours = partial(HeadCacheProtocol, {}, core.limits, core.budget, core.metrics.reject)
+        connect = partial(ours, server.config, server.server_state, {})
         listen = partial(asyncio.get_running_loop().create_server, connect, backlog=server.config.backlog)
-        seconds = self._core.limits.header_seconds if tls else None
+        seconds = core.limits.header_seconds if tls else None
         server.servers = [await listen(sock=self._listener, ssl=tls, ssl_handshake_timeout=seconds)]
         server.started = True
 
@@ -238,12 +237,12 @@ class Server:
         self._uvicorn.should_exit = True
 
 
-def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
     own: dict[str, Any] = {"ws": "none", "lifespan": "off", "proxy_headers": False, "server_header": False}
     own |= {"log_config": None, "log_level": "error", "access_log": False}  # clients could fill the log with warnings
     return uvicorn.Config(
         app,
-        http=protocol,
+        http="httptools",  # `_listen` makes the connections
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
         ssl_ca_certs=options.tls_client_ca,
