@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from vitx.serve.http.asgi import CONNECTION, ClientGone, OnReply, Reply, answered
+from vitx.serve.http.asgi import CONNECTION, OnReply, Reply, answered
 from vitx.serve.observe.request_record import RequestRecord
 
 
@@ -37,11 +38,11 @@ def test_work_for_a_client_that_hangs_up_is_cancelled_and_nothing_after_it() -> 
         connection.lost = True
         vars(connection)["on_lost"]()
         replies.pop()(Reply(b"too late"))
-        with pytest.raises(ClientGone):
+        with pytest.raises(ClientDisconnect):
             await asked
         assert connection.on_lost is None
         assert cancelled == [True]
-        with pytest.raises(ClientGone):  # it was lost before the work began
+        with pytest.raises(ClientDisconnect):  # it was lost before the work began
             await ask()
         assert not replies
         connection.lost = False

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from socketless_server import BODY, Server, Transport, request, settled
 from virtual_time import run_virtually
-from vitx.serve.http.asgi import ClientGone
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -255,7 +255,7 @@ def test_a_body_counts_until_nobody_reads_it_and_is_given_back_once() -> None:
             protocol.reserve(600)
             protocol.hold(reading)
             protocol.connection_lost(None)
-            with pytest.raises(ClientGone):  # nobody would give it back
+            with pytest.raises(ClientDisconnect):  # nobody would give it back
                 protocol.reserve(100)
             assert memory.used == 600
             reading.cancel() if outcome is None else reading.set_exception(outcome)

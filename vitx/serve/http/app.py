@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 from vitx.serve.http import asgi
-from vitx.serve.http.asgi import CONNECTION, ClientGone, Hold, OnReply, Reply, StartRequest
+from vitx.serve.http.asgi import CONNECTION, Hold, OnReply, Reply, StartRequest
 from vitx.serve.http.classify import Classifier
 from vitx.serve.http.gate import check_allowed
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
@@ -83,7 +84,7 @@ class App:
                 else:
                     scope["app"] = self  # else the router would answer itself what it does not find
                     await self._other(scope, receive, observed)
-            except ClientGone:
+            except ClientDisconnect:
                 if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
                     self._metrics.reject("disconnected", record.model or "")
                 return

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.callbacks import awaited, read_on_thread, settle, start_kept
@@ -23,10 +24,6 @@ CONNECTION = "vitx.connection"  # scope key of the request's connection, an Http
 
 WORTH_ENCODING = 1400  # bytes: a reply that fits into one network packet gains nothing from compression
 _LEVEL = 1  # logits hardly compress, so the fastest level
-
-
-class ClientGone(Exception):
-    """The client hung up before its reply."""
 
 
 class Reply(NamedTuple):
@@ -107,8 +104,8 @@ def header(scope: Scope, name: bytes) -> str | None:
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Return the whole body, decompressed.
 
-    Raises ClientGone, or RequestError: 413 for more than `limit` bytes, as sent or decompressed; 503 for more than all
-    requests may have, 415 for an unknown encoding, 400 for a broken one.
+    Raises ClientDisconnect, or RequestError: 413 for more than `limit` bytes, as sent or decompressed; 503 for more
+    than all requests may have, 415 for an unknown encoding, 400 for a broken one.
     """
     encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if encoding not in ("identity", *WINDOW):
@@ -119,20 +116,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     if declared is not None and int(declared) > UNCOUNTED_BYTES:
         reserve(int(declared))
     chunks: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk: bytes = message.get("body", b"")
+    size = 0
+    async for chunk in Request(scope, receive).stream():
         size += len(chunk)
         if size > limit:
             raise too_large(f"request body of more than {limit} bytes")
         if declared is None:
             reserve(len(chunk))
-        chunks.append(chunk)
-        more = message.get("more_body", False)
-    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if chunk:  # the last one is empty, and one by itself is joined without a copy
+            chunks.append(chunk)
+    body = b"".join(chunks)
     if encoding == "identity":
         return body
     scope[CONNECTION].hold(inflating := asyncio.ensure_future(inflated(body, encoding, limit, reserve)))
@@ -146,10 +139,10 @@ async def beside(hold: Hold, size: int, work: Callable[[], T]) -> T:
 
 
 async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord) -> Reply:
-    """The reply that `start` calls back with, once the request was read; raises ClientGone, and cancels it then."""
+    """The reply that `start` calls back with, once the request was read; cancels it and raises ClientDisconnect."""
     connection = scope[CONNECTION]
     if connection.lost:
-        raise ClientGone
+        raise ClientDisconnect
     reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
     cancel = start(body, record, partial(settle, reply), connection.hold)
     connection.on_lost = reply.cancel
@@ -157,7 +150,7 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
         return await awaited(reply, cancel)
     except asyncio.CancelledError:
         if connection.lost:
-            raise ClientGone from None
+            raise ClientDisconnect from None
         raise
     finally:
         connection.on_lost = None

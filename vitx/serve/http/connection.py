@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from vitx.serve.errors import RequestError, unavailable
-from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, head_of, header, send_reply
+from vitx.serve.http.asgi import CONNECTION, error_reply, head_of, header, send_reply
 from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
@@ -94,11 +95,11 @@ class HttpProtocol(HttpToolsProtocol):
     def reserve(self, size: int) -> None:
         """Count bytes of the request's body until it is answered.
 
-        Raises RequestError 503 if there are too many, ClientGone after the client hung up, when none would be given
-        back.
+        Raises RequestError 503 if there are too many, ClientDisconnect after the client hung up, when none would be
+        given back.
         """
         if self.lost:
-            raise ClientGone
+            raise ClientDisconnect
         self.memory.take(size)
         self._reserved += size
 

@@ -36,7 +36,7 @@ _PAGE_PARTS = ("page.css", "page.js")
 
 
 def other_routes(core: ServerCore) -> Router:
-    """Every route except `infer` and `classify`. They raise RequestError and ClientGone, the router HTTPException."""
+    """Every route except `infer` and `classify`. They raise RequestError and ClientDisconnect, it HTTPException."""
     routes: list[Route] = []
     paths = api.run_paths()
 
