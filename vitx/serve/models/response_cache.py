@@ -10,8 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
-from itertools import count
-from weakref import WeakSet
 
 import numpy as np
 from prometheus_client import Counter
@@ -30,8 +28,12 @@ class ResponseCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self.moments = count()
-        self.models: WeakSet[ModelCache] = WeakSet()
+        # By what the model has been since it last forgot, and the digest of the content; the last asked is the last.
+        self.answers: OrderedDict[tuple[object, bytes], Float32Array] = OrderedDict()
+
+    def drop(self, key: tuple[object, bytes]) -> None:
+        if (rows := self.answers.pop(key, None)) is not None:
+            self.used -= rows.nbytes + _ENTRY_BYTES
 
 
 class ModelCache:
@@ -40,9 +42,7 @@ class ModelCache:
     def __init__(self, cache: ResponseCache, statistics: ModelStatistics, lookups: Callable[[str], Counter]) -> None:
         """`lookups` returns the counter of "hit" or of "miss"."""
         self._cache, self._statistics, self._lookups = cache, statistics, lookups
-        # By digest of the content: the moment of its last request, as a number that grows, and the rows.
-        self.answers: OrderedDict[bytes, tuple[int, Float32Array]] = OrderedDict()
-        cache.models.add(self)
+        self._since = object()  # another one after each `forget`
 
     def find(
         self, content: bytes | memoryview, further: object
@@ -56,33 +56,29 @@ class ModelCache:
         started = time.monotonic()
         digest = blake2b(repr((bool(further), getattr(content, "shape", None))).encode(), digest_size=32)
         digest.update(content)
-        key = digest.digest()
-        if (found := self.answers.pop(key, None)) is not None:
-            self.answers[key] = next(self._cache.moments), found[1]
+        key = self._since, digest.digest()
+        if (found := self._cache.answers.get(key)) is not None:
+            self._cache.answers.move_to_end(key)
         self._lookups("miss" if found is None else "hit").inc()
         self._statistics.add_lookup(time.monotonic() - started, found=found is not None)
-        return found and found[1], partial(self._keep, self.answers, key)
+        return found, partial(self._keep, key)
 
-    def _keep(self, answers: object, key: bytes, rows: Float32Array) -> None:
+    def _keep(self, key: tuple[object, bytes], rows: Float32Array) -> None:
         """Keep a copy; none of what is not finite or too large, or was asked before the model was forgotten."""
-        size = rows.nbytes + _ENTRY_BYTES
-        if answers is not self.answers or key in self.answers or size > self._cache.limit:
+        cache, size = self._cache, rows.nbytes + _ENTRY_BYTES
+        if key[0] is not self._since or key in cache.answers or size > cache.limit:
             return
         if np.isfinite(rows).all():
-            self.answers[key] = next(self._cache.moments), rows.copy()
-            self._cache.used += size
-            while self._cache.used > self._cache.limit:
-                models = (model for model in self._cache.models if model.answers)
-                self._drop_first(min((model.answers for model in models), key=lambda one: next(iter(one.values()))[0]))
+            cache.answers[key] = rows.copy()
+            cache.used += size
+            while cache.used > cache.limit:
+                cache.drop(next(iter(cache.answers)))
 
     async def forget(self) -> None:
         """Drop all answers, some at a time; those to requests in flight will not be kept."""
-        answers, self.answers = self.answers, OrderedDict()
-        while answers:
-            for _ in range(min(_DROPPED_AT_ONCE, len(answers))):
-                self._drop_first(answers)
-            await asyncio.sleep(0)
-
-    def _drop_first(self, answers: OrderedDict[bytes, tuple[int, Float32Array]]) -> None:
-        _, (_, rows) = answers.popitem(last=False)
-        self._cache.used -= rows.nbytes + _ENTRY_BYTES
+        since, self._since = self._since, object()
+        for number, key in enumerate([*self._cache.answers]):
+            if key[0] is since:
+                self._cache.drop(key)
+            if number % _DROPPED_AT_ONCE == 0:
+                await asyncio.sleep(0)
