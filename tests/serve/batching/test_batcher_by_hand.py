@@ -78,9 +78,32 @@ def test_the_time_from_the_end_of_a_batch_to_its_replies_is_planned_for() -> Non
         for _ in range(2):
             ask(f"{now()}", 1)
             await instances.run(0.1, lag=1)  # the mean moves by a tenth: to .1 s, then to .19 s
-        for allowed, refused in ((0.289, True), (0.291, False)):
+        ask("runs", 1)
+        for allowed, refused in ((0.389, True), (0.391, False)):
             ask(f"allowed {allowed}", 1, allowed=allowed / 0.95)
             assert (f"allowed {allowed}" in ask.replies) == refused
+
+    run(test)
+
+
+def test_a_time_of_slow_batches_ends_for_clients_with_deadlines_too() -> None:
+    """Only a batch that runs can show it: where nothing runs, the least time decides, and the request is the probe."""
+
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 8: 0.4})
+        ask = Asked(batcher)
+        for _ in range(20):
+            ask(f"slow {now()}", 1)
+            await instances.run(0.5)
+        assert batcher.curve.at_most(1) > 0.4
+        ask("impossible", 1, allowed=0.09)
+        assert "impossible" in ask.replies
+        for _ in range(40):
+            ask(f"possible {now()}", 1, allowed=0.2)
+            assert await instances.run(0.1) == [1]
+        assert batcher.curve.at_most(1) < 0.2
+        ask("nine", 9, allowed=0.7)  # two batches of .4 s
+        assert "nine" in ask.replies
 
     run(test)
 

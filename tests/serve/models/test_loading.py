@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bundle_fixture import LABELS, NumpySession, write_bundle
-from vitx.core.bundle import Bundle, timestamp
+from vitx.core.bundle import Bundle, OutputSpec, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
@@ -234,3 +235,29 @@ def test_a_drain_waits_for_requests_that_began_before_a_model_was_switched(tiny_
         await models.close()
 
     asyncio.run(test())
+
+
+def test_a_reload_of_all_leaves_out_what_was_unloaded_before_its_turn() -> None:
+    """SIGHUP takes the names, and a client's unload may come before the last of them."""
+    repository, loaded = Repository.__new__(Repository), list[str]()
+
+    async def load(name: str) -> None:
+        loaded.append(name)
+        repository._models = SimpleNamespace(names=("a", "c"))  # type: ignore[assignment]
+
+    async def test() -> None:
+        repository.busy = asyncio.Lock()
+        repository._models = SimpleNamespace(names=("a", "b", "c"))  # type: ignore[assignment]
+        repository._load = load  # type: ignore[method-assign]
+        await repository.load_all()
+
+    asyncio.run(test())
+    assert loaded == ["a", "c"]
+
+
+def test_a_bundle_without_a_further_output_is_another(tmp_path: Path) -> None:
+    old, new = (write_bundle(tmp_path / name, name="tiny") for name in ("old", "new"))
+    spec = OutputSpec.model_construct(name="embedding")
+    check_contract(old, Bundle(new.path, new.manifest.model_copy(update={"outputs": (spec,)})))
+    with pytest.raises(CheckFailed, match="the outputs of .* are not those of the model that runs: unload that one"):
+        check_contract(Bundle(old.path, old.manifest.model_copy(update={"outputs": (spec,)})), new)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,8 +46,8 @@ def test_the_figures_are_what_happened_between_two_readings(server: ServerProces
     assert server.request("POST", "/v2/models/none/infer", INFER_BODY)[0] == 404
     found = snapshot(top.read(), before)
     tiny, other = found["models"]
-    assert tiny["images_per_second"] == pytest.approx(5 / found["interval_seconds"], rel=0.02)
-    assert found["requests_per_second"] == pytest.approx(6 / found["interval_seconds"], rel=0.02)
+    assert tiny["images_per_second"] == pytest.approx(5 / found["interval_seconds"], rel=0.1)
+    assert found["requests_per_second"] == pytest.approx(6 / found["interval_seconds"], rel=0.1)
     assert tiny["mean_batch"] == 1
     assert 0 < tiny["compute_ms"]["p50"] <= tiny["compute_ms"]["p99"] < 1000
     assert (tiny["certificate"], other["certificate"]) == ("pass", "uncertified")
@@ -57,8 +58,12 @@ def test_the_figures_are_what_happened_between_two_readings(server: ServerProces
 
 
 def test_since_the_start_after_a_restart(server: ServerProcess) -> None:
-    before = ServerClient(server.url).read()
-    assert snapshot(before, before)["interval_seconds"] == pytest.approx(before.stats["uptime_seconds"], abs=0.001)
+    now = ServerClient(server.url).read()
+    more = {"vitx_requests_total": {frozenset[tuple[str, str]](): 1e9}}
+    before = replace(now, samples=more, moment=now.moment - 1)
+    assert snapshot(now, before)["interval_seconds"] == pytest.approx(now.stats["uptime_seconds"], abs=0.001)
+    younger = replace(now, stats={**now.stats, "uptime_seconds": 0.5})  # of another worker
+    assert snapshot(younger, replace(now, moment=now.moment - 1))["interval_seconds"] == pytest.approx(1, abs=0.001)
 
 
 def test_one_snapshot_as_text_and_as_json(server: ServerProcess, vitx: Vitx) -> None:

@@ -141,7 +141,13 @@ class Batcher:
         return deadline
 
     def _expected_answer(self, rows: int, level: int, now: float) -> float:
-        """When (time.monotonic()) a request that arrives now would be answered, by pessimistic batch times."""
+        """When (time.monotonic()) a request that arrives now would be answered, by pessimistic batch times.
+
+        By the least ones where nothing runs: only a batch can show that a time of slow ones is over.
+        """
+        if not self._queue.rows and not self._running:
+            rounds = math.ceil(math.ceil(rows / self.full_batch) / self.batching.instances)
+            return now + rounds * self.curve.fastest(min(self.full_batch, rows))
         rows += self._queue.rows_before(level)
         return now + self._wait_seconds((rows - 1) // self.full_batch, now) + self._last_batch_seconds(rows)
 

@@ -50,6 +50,10 @@ class LatencyCurve:
         """Seconds that a batch rarely exceeds: the mean plus twice the mean deviation."""
         return self.seconds(rows) * (1 + _DEVIATIONS * self._deviation)
 
+    def fastest(self, rows: int) -> float:
+        """The least seconds of a batch of `rows` images when the sizes were first measured; 0 without that."""
+        return _between(self._measured, self._fastest, rows) if self._measured else 0.0
+
     def best_size(self, rows: int, preferred: Sequence[int] = ()) -> int:
         """The smallest size up to `rows` whose images a second are within 3 % of the best; 1 if it is 3 % better.
 
@@ -59,7 +63,7 @@ class LatencyCurve:
         if not self._measured:
             return max((size for size in preferred if size <= rows), default=rows)
         sizes = self.sizes(min(rows, self._measured[-1]), preferred)
-        rates = {size: size / (_between(self._measured, self._fastest, size) + _HAND_OVER_SECONDS) for size in sizes}
+        rates = {size: size / (self.fastest(size) + _HAND_OVER_SECONDS) for size in sizes}
         best = max((rate for size, rate in rates.items() if size > 1), default=0.0)
         # A batch of one loses more under load than its timing says, and a lone request runs alone with any size.
         least = {size: best * _WORTH_GROWING if size == 1 else best / _WORTH_GROWING for size in rates}
@@ -76,7 +80,7 @@ class LatencyCurve:
             return best
         size = max(fitting)
         both = size, min(best, max(size, rows // instances))
-        stands_by, idle = (_between(self._measured, self._fastest, rows) / rows for rows in both)
+        stands_by, idle = (self.fastest(rows) / rows for rows in both)
         return size if stands_by <= _WORTH_GROWING * idle + _IDLE_SECONDS else best
 
     def sizes(self, largest: int, preferred: Sequence[int]) -> Sequence[int]:

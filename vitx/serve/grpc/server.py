@@ -178,7 +178,7 @@ class GrpcServer:
             generation.leave()
             seconds = time.monotonic() - record.started
             if status != CLIENT_GONE:
-                timed = seconds if status == 200 and route in _TIMED else None
+                timed = seconds if route in _TIMED else None
                 self._metrics.answer(route, status, timed, record.model or "")
             for observer in self._core.observers:
                 observer.write(record, "gRPC", route, status, seconds)

@@ -72,7 +72,7 @@ class Repository:
         self._known = self._states() | {offer.key: offer.states for offer in offers}  # the last that was looked at
         self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
-        self._busy = asyncio.Lock()
+        self.busy = asyncio.Lock()  # held by what loads or unloads
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """Triton's repository index: name, version, state, reason; with `ready` only models that are."""
@@ -90,23 +90,26 @@ class Repository:
         The old model serves until the switch. Raises RequestError: 404 for a name without a bundle; 400 with the reason
         for a bundle that is refused, after the versions before it were switched to.
         """
-        async with self._busy:
-            try:
-                paths = {key: path for key, path in self._bundles().items() if key[0] == name}
-            except (InputError, OSError) as error:
-                known = name in {key[0] for key in self._known}  # else a client's: no label, and no line of the log
-                raise (self._refused((name, FIRST_VERSION), error) if known else _unknown(name)) from error
-            if not paths:
-                raise _unknown(name)
-            for key, path in paths.items():
-                await self._load_one(key, path)
-            for version in self._models.versions(name):
-                if (name, version) not in paths:
-                    self._remove((name, version))
+        async with self.busy:
+            await self._load(name)
+
+    async def _load(self, name: str) -> None:
+        try:
+            paths = {key: path for key, path in self._bundles().items() if key[0] == name}
+        except (InputError, OSError) as error:
+            known = name in {key[0] for key in self._known}  # else a client's: no label, and no line of the log
+            raise (self._refused((name, FIRST_VERSION), error) if known else _unknown(name)) from error
+        if not paths:
+            raise _unknown(name)
+        for key, path in paths.items():
+            await self._load_one(key, path)
+        for version in self._models.versions(name):
+            if (name, version) not in paths:
+                self._remove((name, version))
 
     async def unload(self, name: str) -> None:
         """Unload every version of a model once its requests are answered; raise RequestError 404 if none is loaded."""
-        async with self._busy:
+        async with self.busy:
             versions = self._models.versions(name)
             if not versions:
                 raise _unknown(name)
@@ -142,8 +145,10 @@ class Repository:
     async def load_all(self) -> None:
         """Load every model again, in this process; one that is refused is logged, and its old model serves on."""
         for name in self._models.names:
-            with suppress(RequestError):  # logged and counted by `load`
-                await Repository.load(self, name)
+            async with self.busy:
+                with suppress(RequestError):  # logged and counted
+                    if name in self._models.names:  # not unloaded meanwhile
+                        await self._load(name)
 
     async def watch(self, seconds: float) -> None:
         """Check the bundles on disk every `seconds`, for ever, and load those that changed or are new.
@@ -159,7 +164,7 @@ class Repository:
             before = now
             self._known |= {key: now[key] for key in changed}
             for key in changed:
-                async with self._busy:
+                async with self.busy:
                     if (path := self._seen().get(key)) is not None:
                         with suppress(RequestError, InputError, OSError):  # refused, or the folder is gone
                             await self._load_one(key, path)
@@ -199,8 +204,10 @@ class Repository:
 def check_contract(old: Bundle, new: Bundle) -> None:
     """Raise CheckFailed if clients of the old bundle would be refused or misled by the new one."""
     was, now = Contract.of(old.manifest), Contract.of(new.manifest)
-    for what, before, after in (("tensors", was, now), ("labels", old.manifest.labels, new.manifest.labels)):
-        if before != after:
+    lost = {spec.name for spec in old.manifest.outputs} - {spec.name for spec in new.manifest.outputs}
+    same = {"tensors": was == now, "labels": old.manifest.labels == new.manifest.labels, "outputs": not lost}
+    for what in same:
+        if not same[what]:
             text = f"the {what} of {new.path} are not those of the model that runs"
             raise CheckFailed(f"{text}: unload that one first, or give this one another name")
 

@@ -29,6 +29,7 @@ class Reading:
     url: str
     stats: Mapping[str, Any]
     samples: Mapping[str, Mapping[Labels, float]] = field(repr=False)
+    moment: float = field(default_factory=time.monotonic, compare=False)  # uptimes are of one of several workers
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of the samples that have these labels."""
@@ -116,9 +117,10 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     Rates are per second, times in milliseconds, memory in MiB; None where nothing happened.
     """
     uptime = float(now.stats["uptime_seconds"])
-    if before is None or before.stats["uptime_seconds"] >= uptime:  # another server, or it was restarted
-        before = Reading(now.url, {"uptime_seconds": 0.0}, {})
-    seconds = uptime - float(before.stats["uptime_seconds"])
+    requests = "vitx_requests_total"
+    if before is None or now.total(requests) < before.total(requests):  # another server, or it was restarted
+        before = Reading(now.url, {}, {}, now.moment - uptime)
+    seconds = now.moment - before.moment
     cpu = _gained("process_cpu_seconds_total", now, before)
     rejections = sorted(now.by_label("vitx_rejections_total", "reason").items())
     return {

@@ -112,7 +112,8 @@ class Server:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             if link is None:
-                await core.load()
+                async with self._repository.busy:  # a client's load or unload comes after it
+                    await core.load()
             self._announce()
         except BaseException:
             self._uvicorn.should_exit = True
