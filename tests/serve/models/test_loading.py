@@ -257,7 +257,7 @@ def test_a_reload_of_all_leaves_out_what_was_unloaded_before_its_turn() -> None:
 
 def test_a_bundle_without_a_further_output_is_another(tmp_path: Path) -> None:
     old, new = (write_bundle(tmp_path / name, name="tiny") for name in ("old", "new"))
-    spec = OutputSpec.model_construct(name="embedding")
+    spec = OutputSpec.model_construct(name="embedding", shape=("N", 8))
     check_contract(old, Bundle(new.path, new.manifest.model_copy(update={"outputs": (spec,)})))
-    with pytest.raises(CheckFailed, match="the outputs of .* are not those of the model that runs: unload that one"):
+    with pytest.raises(CheckFailed, match=r"the outputs of .* are not those of the model that runs: unload that one"):
         check_contract(Bundle(old.path, old.manifest.model_copy(update={"outputs": (spec,)})), new)
