@@ -5,6 +5,7 @@ count it, time it, and turn an exception into a reply.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -36,6 +37,7 @@ from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.security import AllowedHosts
 from vitx.serve.server_core import ServerCore
 
+_INFER = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?/infer")  # of a model, or of its version
 _OF_HEAD = (b"accept-encoding", b"x-request-id", b"traceparent", b"tracestate")
 OfHead = list[str | None]  # the values of these headers
 # What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
@@ -107,12 +109,8 @@ class App:
         """The route name of a path that runs a model, and what starts its requests; else None."""
         if path == "/v1/classify":
             return "classify", self._classify
-        parts = path.split("/")
-        if parts[:3] != ["", "v2", "models"] or parts[-1] != "infer":
-            return None
-        if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions"):
-            return "infer", partial(self._infer, parts[3], parts[5] if len(parts) == 7 else None)
-        return None
+        found = _INFER.fullmatch(path)
+        return found and ("infer", partial(self._infer, found[1], found[2]))
 
     def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
