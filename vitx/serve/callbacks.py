@@ -45,17 +45,14 @@ def start_kept(work: Coroutine[Any, Any, T], tasks: "set[asyncio.Task[T]]") -> "
     return task
 
 
-class _Held(threading.local):  # of one event loop
-    writes: list[Callable[[], object]] | None = None
-
-
-_held = _Held()
+_held = threading.local()  # of one event loop: what is to be written, None outside of a batch
 
 
 @contextmanager
 def batch_of_replies() -> Iterator[None]:
     """Inside, what `write_with_batch` is given waits: a client that is woken by each reply takes a core each time."""
-    writes = _held.writes = []
+    writes: list[Callable[[], object]] = []
+    _held.writes = writes
     try:
         yield
     finally:
@@ -66,7 +63,7 @@ def batch_of_replies() -> Iterator[None]:
 
 def write_with_batch(write: Callable[[], object]) -> None:
     """Call `write` at the end of the batch whose replies are being made, or now. It must not raise."""
-    if _held.writes is None:
+    if (writes := getattr(_held, "writes", None)) is None:
         write()
     else:
-        _held.writes.append(write)
+        writes.append(write)
