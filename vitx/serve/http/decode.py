@@ -42,14 +42,13 @@ Decode = Callable[[bytes, Preprocessing, int], UInt8Array]  # with the most pixe
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One image; `data` is dropped when it is `done`: has its pixels, failed or was cancelled."""
+    """One image; `data` is dropped when it has its pixels, failed or was cancelled."""
 
     data: bytes
     preprocessing: Preprocessing
     client: str
     large: bool
     pixels: "asyncio.Future[Any]"
-    done: bool = False
 
 
 class Decoder:
@@ -135,10 +134,9 @@ class Decoder:
 
     def _end(self, job: _Job, result: UInt8Array | Exception | None) -> None:
         """Give a job its result, unless it is done."""
-        if not job.done:
-            job.done, job.data = True, b""
-            if not job.pixels.done():
-                job.pixels.set_result(result)
+        job.data = b""
+        if not job.pixels.done():
+            job.pixels.set_result(result)
 
     def _queue(self, job: _Job, cost: float) -> None:
         """Put a job into its queue, behind what its client has asked for already."""
@@ -179,7 +177,7 @@ class Decoder:
     def _take(self) -> tuple[_Job, bytes] | None:
         small, large = (self._queues[kind] for kind in (False, True))
         for queue in (small, large):
-            while queue and queue[0][2].done:
+            while queue and queue[0][2].pixels.done():
                 heapq.heappop(queue)
         busy = self._running[True]
         may_small = small and self._running[False] < max(1, self._threads - busy)
