@@ -109,6 +109,26 @@ def test_a_bias_is_in_the_unit_of_the_sums(added: bool) -> None:
     assert "b/of product/quantized" not in built(graph_of(nodes, W=w, b=b), "tensorrt")
 
 
+def test_a_bias_beside_tiny_weights_is_kept() -> None:
+    """Their scale is raised to one in which the bias fits int32; the product of the other layer keeps its own."""
+    tiny, b = weight(48, 48), np.linspace(-1000, 1000, 48, dtype=np.float32)
+    tiny[:, 1] *= 1e-9
+    nodes = [
+        helper.make_node("Gemm", ["x", "W", "b"], ["logits"], name="product"),
+        helper.make_node("MatMul", ["x", "W"], ["other"], name="second"),
+    ]
+    graph = graph_of(nodes, W=tiny, b=b)
+    graph.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, ["N", 48]))
+    quantized = QuantizedGraph(Dataflow(graph), "int8", "cpu")
+    found = constants(quantized.build(["product", "second"], {"x": Activations(127.0, 127.0, -127.0)}, "max"))
+    values = found["b/of product/quantized"] * found["b/of product/scale"].astype(np.float64)
+    np.testing.assert_allclose(values, b, rtol=1e-3, atol=0.01)
+    raised, own = found["W/axis1/of product/scale"], found["W/axis1/scale"]
+    assert raised[1] >= abs(b[1]) / 2**30 > own[1]
+    np.testing.assert_array_equal(np.delete(raised, 1), np.delete(own, 1))
+    np.testing.assert_array_equal(found["b/of product/scale"], raised)
+
+
 NOT_LAYERS: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
     "alpha": ([helper.make_node("Gemm", ["x", "W"], ["logits"], name="n", alpha=2.0)], {"W": weight(48, 48)}),
     "beta": (

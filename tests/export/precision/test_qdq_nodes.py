@@ -379,25 +379,6 @@ def test_a_bias_may_be_broadcast(bias: Any) -> None:
     np.testing.assert_allclose(found, np.broadcast_to(given.reshape(-1), 2), atol=1 / 127)
 
 
-def test_a_bias_beside_tiny_weights_is_kept() -> None:
-    """Their scale is raised to one in which the bias fits int32; the product of the other layer keeps its own."""
-    given = np.array([3, -1000], np.float32)
-    tiny = np.array([W[:, 0], 1e-9 * W[:, 1]], np.float32).T
-    nodes = [FLAT, node("Gemm", "x tiny b", "logits"), node("MatMul", "x tiny", "other")]
-    graph = graph_of(nodes, rows=ROWS, tiny=tiny, b=given)
-    graph.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, ["N", 2]))
-    built = QuantizedGraph(Dataflow(graph), "int8", "cpu").build(
-        ["LOGITS", "OTHER"], {"x": Activations(127.0, 127.0, -127.0)}, "max"
-    )
-    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in built.graph.initializer}
-    found = held["b/of LOGITS/quantized"] * held["b/of LOGITS/scale"].astype(np.float64)
-    np.testing.assert_allclose(found, given, rtol=1e-3)
-    raised, own = held["tiny/axis1/of LOGITS/scale"], held["tiny/axis1/scale"]
-    assert raised[0] == own[0]
-    assert raised[1] >= 1000 / 2**30 > own[1]
-    np.testing.assert_array_equal(held["b/of LOGITS/scale"], raised)
-
-
 def test_both_operands_of_an_attention_product_are_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
         *(PLANES, node("Transpose", "planes", "turned", perm=[0, 1, 3, 2]), node("MatMul", "planes turned", "y")),
