@@ -130,8 +130,14 @@ def _token(path: Path | None) -> str | None:
 
 
 def _checked_ca_file(path: Path | None) -> str | None:
+    import ssl
+
     from vitx.core.errors import InputError
 
     if path is not None and not path.is_file():
         raise InputError(f"--ca-file '{path}' is not a file: expected certificates in PEM")
+    try:
+        ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--ca-file '{path}' cannot be read: {error}; expected certificates in PEM") from None
     return None if path is None else str(path)

@@ -266,3 +266,10 @@ def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: Serve
     assert b"\x1b[2J" not in seen.split(b"\x1b[?1049h", 1)[1].split(b"tiny", 2)[1]  # never cleared between two frames
     assert process.returncode == 130
     assert b"Traceback" not in said
+
+
+def test_certificates_that_are_none_are_one_error(tmp_path: Path, vitx: Vitx) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    code, _, err = vitx("top", "https://127.0.0.1:1", "--once", "--ca-file", tmp_path / "ca.pem")
+    assert code == 2
+    assert re.match(r"error: --ca-file '.*ca\.pem' cannot be read: .*; expected certificates in PEM\n", err)

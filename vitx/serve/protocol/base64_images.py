@@ -4,6 +4,7 @@
 """
 
 import binascii
+import re
 
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits, check_most
@@ -11,6 +12,7 @@ from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json
 
 _PIECE_BYTES = 64 * 2**10
+_ESCAPED, _LONGEST_ESCAPE = re.compile(rb"\\(?:/|u00([0-9a-fA-F]{2}))"), 6
 
 
 def base64_images(body: bytes, limits: Limits) -> tuple[None, list[bytes | RequestError]]:
@@ -38,18 +40,20 @@ def base64_images(body: bytes, limits: Limits) -> tuple[None, list[bytes | Reque
 
 
 def _decoded(body: bytes, start: int, stop: int) -> bytes | RequestError:
-    """The bytes of the base64 text from `start` to `stop`, in which JSON may write / as \\/."""
+    """The bytes of the base64 text from `start` to `stop`, in which JSON may write / as \\/ and + as \\u002B."""
     pieces: list[bytes] = []
     left = b""
     try:
         for place in range(start, stop, _PIECE_BYTES):
             text = left + body[place : min(place + _PIECE_BYTES, stop)]
-            whole = text.removesuffix(b"\\").replace(b"\\/", b"/")
+            cut = text.rfind(b"\\", -_LONGEST_ESCAPE)
+            cut = len(text) if cut < 0 or _ESCAPED.match(text, cut) else cut  # the rest of it is in the next piece
+            whole = _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()) if found[1] else b"/", text[:cut])
             size = len(whole) - len(whole) % 4
             if pieces and size and len(pieces[-1]) % 3:
                 raise binascii.Error("Excess data after padding")
             pieces.append(binascii.a2b_base64(whole[:size], strict_mode=True))
-            left = whole[size:] + (b"\\" if text.endswith(b"\\") else b"")
+            left = whole[size:] + text[cut:]
         if left:
             raise binascii.Error("Incorrect padding")
     except (binascii.Error, ValueError) as error:
