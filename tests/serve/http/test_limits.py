@@ -356,7 +356,8 @@ def test_a_connection_too_many_is_closed_whatever_of_its_body_is_to_come(server:
         for _ in range(8):
             opened.enter_context(closing(raw(server)))
         connection = opened.enter_context(closing(http.client.HTTPConnection(server.host, server.port, timeout=HANG)))
-        connection.request("POST", "/v1/classify", bytes(4 * 2**20))  # read on for a second, or it would be reset
+        # Read on for a second, up to twice the longest body, or it would be reset.
+        connection.request("POST", "/v1/classify", bytes(3 * 2**19))
         assert connection.getresponse().status == 503
         surplus = opened.enter_context(closing(raw(server)))
         surplus.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx")

@@ -181,6 +181,8 @@ def test_fine_tuning_begins_with_weights(vitx: Vitx, tmp_path: Path) -> None:
     code, _, said = vitx("study", "finetune", "--out", tmp_path / "study")
     assert (code, said.count("\n")) == (2, 1)
     assert "begins with weights: give --set model.initial_checkpoint=RUN" in said
+    code, _, said = vitx("study", "finetune", "--out", tmp_path / "study", "--set", "model.initial_checkpoint=nowhere")
+    assert (code, said.count("\n"), "nowhere" in said) == (2, 1, True)  # before any process is started
     assert not (tmp_path / "study").exists()
 
 

@@ -11,8 +11,9 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.files import make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
+from vitx.core.run import RunFolder
 from vitx.data.open import open_images
-from vitx.train.loop.network import build_network, model_spec
+from vitx.train.loop.network import build_network, load_initial_weights, model_spec
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
 from vitx.train.study.trials import Runner, Trial
@@ -67,7 +68,7 @@ class Study:
         ]
 
     def check(self, variants: Sequence[Variant]) -> None:
-        """Raise InputError for a variant that cannot be built, and for runs begun with other settings or images.
+        """Raise InputError for a variant that cannot be built or begin, and for runs of other settings or images.
 
         A network depends on the variant alone, so it is built for the first seed only.
         """
@@ -76,7 +77,10 @@ class Study:
             trial.check_begun(self.out, self.train_images, self.val_images)
             if trial.seed == self.seeds[0]:
                 recipe = trial.resolved()
-                build_network(recipe, model_spec(recipe, classes))
+                spec = model_spec(recipe, classes)
+                network, weights = build_network(recipe, spec), recipe.model.initial_checkpoint
+                if weights and not RunFolder(trial.folder(self.out)).exists():
+                    load_initial_weights(network, spec, weights, quiet=True)
 
     def run(self, variants: Sequence[Variant], after_each: Callable[[], object] = lambda: None) -> None:
         """Train every trial to its end; failed ones are then in `failed`, the others in `scores`."""
