@@ -138,6 +138,9 @@ def test_the_transformer_whose_forward_pass_is_timms() -> None:
         other = copy.deepcopy(model)
         other.__class__ = type("Other", (type(model),), {name: lambda self, x: x})
         assert vision_transformer(other) is None, name
+    patched = copy.deepcopy(model)
+    patched.forward_head = lambda x: x
+    assert vision_transformer(patched) is None
     pooled = copy.deepcopy(model)
     pooled.attn_pool = nn.Identity()
     assert vision_transformer(pooled) is None

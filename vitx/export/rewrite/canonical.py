@@ -222,7 +222,8 @@ def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
         return None
     known = VisionTransformerDistilled if isinstance(module, VisionTransformerDistilled) else TimmVisionTransformer
     own = ("forward", "forward_features", "pool", "forward_head")
-    same = all(getattr(module, name).__func__ is getattr(known, name) for name in own)
+    # Of the object too, where a function was put into it.
+    same = all(getattr(getattr(module, name), "__func__", None) is getattr(known, name) for name in own)
     return module if same else None
 
 
