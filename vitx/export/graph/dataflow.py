@@ -31,8 +31,7 @@ class Dataflow:
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         _require_finite(self.constants)
         self.nodes = _named(model.graph.node)
-        # Before version 4 of the IR the constants had to be inputs too.
-        inputs = [value for value in model.graph.input if value.name not in self.constants]
+        inputs = _inputs(model.graph)
         self.inputs = tuple(value.name for value in inputs)
         self.outputs = tuple(value.name for value in model.graph.output)
         self.types, self.shapes = _types_and_shapes(model)
@@ -154,9 +153,14 @@ def _require_finite(constants: Mapping[str, TensorProto]) -> None:
                 )
 
 
-def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
+def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """The inputs but for constants, which had to be listed too before version 4 of the IR."""
     constants = {tensor.name for tensor in graph.initializer}
-    for value in (*(value for value in graph.input if value.name not in constants), *graph.output):
+    return [value for value in graph.input if value.name not in constants]
+
+
+def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
+    for value in (*_inputs(graph), *graph.output):
         shape = value.type.tensor_type.shape.dim
         if not shape or not shape[0].dim_param:
             given = shape[0].dim_value if shape else "no shape"

@@ -1,7 +1,6 @@
 """From a rewritten network to an ONNX graph: traced by torch.export, cleaned, and compared with the network."""
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from vitx.export.graph.block_names import name_block_outputs
 from vitx.export.graph.onnx_file import write_onnx
 from vitx.export.graph.operator_check import expected_operators, require_operators
 from vitx.export.graph.simplify import simplify
-from vitx.export.graph.tracing import attention_form, trace, without_logs
+from vitx.export.graph.tracing import any_tensor, attention_form, trace, without_logs
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -93,7 +92,7 @@ def graph_of(
     if wanted not in OPSETS:
         raise InputError(f"opset {wanted}: expected {OPSETS.start} to {OPSETS.stop - 1}")
     size = preprocessing.image_size
-    device = _device_of(classifier)
+    device = any_tensor(classifier).device
     example = torch.zeros(EXAMPLE_BATCH, size, size, 3, dtype=torch.uint8, device=device)
     model, fused = trace(classifier, example, wanted, (INPUT, OUTPUT))
     with attention_form(classifier, fused=fused):
@@ -137,7 +136,7 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    device = _device_of(classifier)
+    device = any_tensor(classifier).device
     generator = np.random.default_rng(0)
     for batch in CHECKED_BATCHES:
         images = generator.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
@@ -154,10 +153,6 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
                 f"the graph differs from the network at a batch of {batch}: by {error:.2g} of the largest logit, "
                 f"{TOLERANCE:g} is allowed"
             )
-
-
-def _device_of(classifier: nn.Module) -> torch.device:
-    return next(chain(classifier.parameters(), classifier.buffers()), torch.zeros(())).device
 
 
 def _require_dynamic_batch(model: Any) -> None:

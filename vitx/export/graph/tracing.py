@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,6 +97,11 @@ def attention_form(classifier: nn.Module, *, fused: bool) -> Iterator[None]:
     finally:
         for (module, name), value in zip(switches, before, strict=True):
             setattr(module, name, value)
+
+
+def any_tensor(network: nn.Module) -> Tensor:
+    """A parameter or buffer, for its device and type; a float32 zero on the CPU where there is none."""
+    return next(chain(network.parameters(), network.buffers()), torch.zeros(()))
 
 
 def failure_of(error: BaseException, network: nn.Module) -> tuple[str, str]:

@@ -65,8 +65,8 @@ class _HalfWriter:
         self.made_in_half = {
             name for node in flow.nodes if node.name in in_half for name in node.output if flow.is_float(name)
         }
-        # What needs its float32 form under its name: the outputs, and what bodies of an If or a Loop read.
-        self.kept = set(flow.outputs).union(*map(captured, flow.nodes))
+        # Of these, what needs its float32 form under its name: the outputs, and what bodies of an If or a Loop read.
+        self.kept = self.made_in_half & set(flow.outputs).union(*map(captured, flow.nodes))
         self.constants: dict[str, TensorProto] = {}
         self.casts: set[str] = set()
 
@@ -80,7 +80,7 @@ class _HalfWriter:
                     yield from casts
             if node.name in self.in_half:
                 self._retype(copy)
-                kept = [name for name in node.output if name in self.kept & self.made_in_half]
+                kept = [name for name in node.output if name in self.kept]
                 for index, name in enumerate(node.output):
                     copy.output[index] = self._output(name)
                 yield copy
@@ -91,7 +91,7 @@ class _HalfWriter:
 
     def _output(self, name: str) -> str:
         """The name of a node's output; what is kept has its own name for the float32 form."""
-        return f"{name}/half" if name in self.kept and name in self.made_in_half else name
+        return f"{name}/half" if name in self.kept else name
 
     def _input(self, name: str, *, by_half: bool) -> tuple[str, list[onnx.NodeProto]]:
         """The name under which a node of the half type, or of float32, reads a tensor, and the Cast this needs."""
@@ -99,7 +99,7 @@ class _HalfWriter:
             return (self._constant(name) if by_half else name), []
         if (name in self.made_in_half) == by_half:
             return self._output(name), []
-        if name in self.kept and name in self.made_in_half:
+        if name in self.kept:
             return name, []  # its float32 form exists already
         target = f"{name}/as half" if by_half else name + AS_FLOAT
         if target in self.casts:

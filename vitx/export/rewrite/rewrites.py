@@ -5,7 +5,6 @@ Each is an identity in exact arithmetic, changes the network in place, and can b
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.preprocess import Preprocessing
-from vitx.export.graph.tracing import failure_of
+from vitx.export.graph.tracing import any_tensor, failure_of
 from vitx.export.rewrite.canonical import is_plain
 from vitx.export.rewrite.folds import (
     compute_class_token_only,
@@ -44,7 +43,7 @@ class ImageClassifier(nn.Module):
         super().__init__()
         self.model = model
         self.subtract_mean = self.divide_by_std = True
-        reference = next(chain(model.parameters(), model.buffers()), torch.zeros(()))
+        reference = any_tensor(model)
         for name, values in (("mean", preprocessing.mean), ("std", preprocessing.std)):
             # In units of pixel values: (x/255 − m)/s = (x − 255·m)/(255·s), which needs no division by 255.
             on_pixels = 255 * torch.tensor(values, dtype=torch.float64)

@@ -167,10 +167,10 @@ def region_mixing_loss(
     if partner_Bn.shape != patches_BnD.shape[:2]:
         wanted = tuple(patches_BnD.shape[:2])
         raise InputError(f"partner_Bn must be {wanted} like the patches, got {_shape(partner_Bn)}")
+    wide_BnD = _at_least_float32(patches_BnD)  # the sum of a region may exceed float16
     losses = []
     for region_Bn, labels_BC in ((~partner_Bn, own_BC), (partner_Bn, partner_BC)):
         with _no_autocast(patches_BnD):
-            wide_BnD = _at_least_float32(patches_BnD)  # the sum of a region may exceed float16
             inside_Bn = region_Bn.to(wide_BnD.dtype)  # 1 inside the region, 0 outside
             count_B = inside_Bn.sum(dim=1)
             pooled_BD = (inside_Bn.unsqueeze(1) @ wide_BnD).squeeze(1) / (count_B + POOL_EPS).unsqueeze(-1)
