@@ -299,3 +299,27 @@ def test_a_convolution_used_twice_is_named() -> None:
         rewrite_checked(classifier_of(twice=True), ALL, 8, rebuild=lambda: classifier_of(twice=True))
     others = [name for name in ALL if name != "fold-normalization"]
     rewrite_checked(classifier_of(twice=True), others, 8, rebuild=lambda: classifier_of(twice=True))
+
+
+class Buffers(nn.Module):
+    """A network without parameters; `several`: that returns two tensors."""
+
+    weight: Tensor
+
+    def __init__(self, *, several: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(-1, 1, 15).view(3, 5))
+        self.several = several
+
+    def forward(self, x: Tensor) -> Any:
+        logits = x.mean(dim=(2, 3)) @ self.weight
+        return (logits, logits + 1) if self.several else logits
+
+
+def test_a_network_may_have_no_parameters_but_one_output(tmp_path: Path) -> None:
+    pixels = Preprocessing(image_size=8)
+    onnx_from_model(ImageClassifier(Buffers(), pixels).eval(), pixels, tuple("abcde"), tmp_path / "one.onnx")
+    two = ImageClassifier(Buffers(several=True), pixels).eval()
+    with pytest.raises(InputError, match=r"the network returns 2 tensors: expected one, logits \(N, C\)"):
+        onnx_from_model(two, pixels, tuple("abcde"), tmp_path / "two.onnx")
+    assert not (tmp_path / "two.onnx").exists()
