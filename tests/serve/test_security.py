@@ -181,6 +181,9 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
             assert certificate.read_bytes() != before
             server.process.send_signal(signal.SIGHUP)
             wait_until(lambda: peer_certificate(server) == certificate.read_text())
+            address, trusted = grpc_address(server), str(certificate)
+            with triton.InferenceServerClient(address, ssl=True, root_certificates=trusted) as client:
+                assert client.is_server_ready(client_timeout=HANG)
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 2)
 
 
@@ -198,25 +201,30 @@ def test_clients_need_a_certificate_of_the_given_authorities(folder: Path, tmp_p
     with tls_server(
         *arguments, "--tls-cert", certificate, "--tls-key", key, certificate=certificate, client=client
     ) as server:
-        assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
-        for given in (None, other):
-            kind = type("Other", (TlsServer,), {"certificate": certificate, "client": given})
-            with pytest.raises((OSError, http.client.HTTPException)):
-                kind(server.process, server.line).request("GET", "/v2/health/live")
-        none: tuple[Path | None, Path | None] = (None, None)
-        for chain, own_key in (client, other, none):
-            with triton.InferenceServerClient(
-                grpc_address(server),
-                ssl=True,
-                root_certificates=str(certificate),
-                certificate_chain=chain and str(chain),
-                private_key=own_key and str(own_key),
-            ) as asked:
-                if chain == client[0]:
-                    assert asked.is_server_ready()
-                else:
-                    with pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"):
-                        asked.is_server_ready(client_timeout=5)
+        for renewed in (False, True):
+            if renewed:  # its own certificate only
+                make_certificate(tmp_path)
+                server.process.send_signal(signal.SIGHUP)
+                wait_until(lambda: peer_certificate(server) == certificate.read_text())
+            assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+            for given in (None, other):
+                kind = type("Other", (TlsServer,), {"certificate": certificate, "client": given})
+                with pytest.raises((OSError, http.client.HTTPException)):
+                    kind(server.process, server.line).request("GET", "/v2/health/live")
+            none: tuple[Path | None, Path | None] = (None, None)
+            for chain, own_key in (client, other, none):
+                with triton.InferenceServerClient(
+                    grpc_address(server),
+                    ssl=True,
+                    root_certificates=str(certificate),
+                    certificate_chain=chain and str(chain),
+                    private_key=own_key and str(own_key),
+                ) as asked:
+                    if chain == client[0]:
+                        assert asked.is_server_ready()
+                    else:
+                        with pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"):
+                            asked.is_server_ready(client_timeout=5)
         assert server.metric('vitx_requests_total{model="",route="server_live",status="200"}') == 0
 
 

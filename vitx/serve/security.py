@@ -123,6 +123,7 @@ def read_pem(options: ServeOptions) -> Pem | None:
         return Pem(*pair, None, context)
     try:
         context.load_verify_locations(authorities)
+        context.verify_mode = ssl.CERT_REQUIRED
         return Pem(*pair, authorities.read_bytes(), context)
     except (OSError, ssl.SSLError) as error:
         raise InputError(f"--tls-client-ca '{authorities}' has no certificates in PEM: {error}") from None

@@ -43,10 +43,10 @@ _StreamResponse = message_class("ModelStreamInferResponse")
 class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
-    def __init__(self, core: ServerCore, port: int, *, shared_port: bool = False, pem: Pem | None = None) -> None:
+    def __init__(self, core: ServerCore, port: int, *, shared_port: bool, pem: Callable[[], Pem | None]) -> None:
         """Claim the port (0: any free one); raise EnvironmentMissing if it is taken.
 
-        shared_port: other workers of the same parent listen on it too. pem: None for no TLS.
+        shared_port: other workers of the same parent listen on it too. pem: what new connections get; None for no TLS.
         """
         self._core, self._models, self._metrics, self._budget = core, core.models, core.metrics, core.budget
         self._calls = grpc_calls(core)
@@ -63,8 +63,9 @@ class GrpcServer:
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
         host = f"[{host}]" if ":" in (host := core.options.host) else host
         add = self._server.add_insecure_port
-        if pem is not None:
-            given = grpc.ssl_server_credentials([pem[:2]], pem.client_ca, require_client_auth=pem.client_ca is not None)
+        if (first := pem()) is not None:
+            renew = partial(_tls, pem)
+            given = grpc.dynamic_ssl_server_credentials(renew(), renew, first.client_ca is not None)
             add = partial(self._server.add_secure_port, server_credentials=given)
         try:
             port = add(f"{host}:{port}")
@@ -235,6 +236,10 @@ class GrpcServer:
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
+
+
+def _tls(pem: Callable[[], Pem | None]) -> Any:
+    return (now := pem()) and grpc.ssl_server_certificate_configuration([now[:2]], now.client_ca)
 
 
 def _metadata(context: Any, name: str) -> str | None:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -96,19 +95,19 @@ class Server:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         core, link = self._core, self._link
         routes = App(core, self._listener.getsockname()[0])
-        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, self._options))
+        self._uvicorn = uvicorn.Server(_uvicorn_config(routes))
         # It would raise the signals that it got again, and a drained server would not exit with 0.
         self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
         self._uvicorn.startup = self._listen  # type: ignore[assignment,method-assign]
         self._uvicorn.config.load()
         if link is None:
-            self._grpc = await self._start_grpc()
+            await self._start_grpc()
         self._take_signals()
         if link is not None:
             await self._join_workers(link)
             await core.load()
             link.siblings.start_lock.close()
-            self._grpc = await self._start_grpc()  # only now: a gRPC server accepts calls from its start
+            await self._start_grpc()  # only now: a gRPC server accepts calls from its start
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             if link is None:
@@ -133,7 +132,9 @@ class Server:
 
     async def _listen(self, sockets: object) -> None:
         """uvicorn's startup, with `header_seconds` for a TLS handshake: only after it has a connection other limits."""
-        core, server, tls = self._core, self._uvicorn, self._uvicorn.config.ssl
+        core, server, tls = self._core, self._uvicorn, self._pem and self._pem.context
+        if tls is not None:  # new handshakes get the latest context: one keeps the certificate of each kind of key
+            tls.sni_callback = lambda new, *_: setattr(new, "context", self._pem and self._pem.context)
         ours = partial(HeadCacheProtocol, {}, core.limits, core.budget, core.metrics.reject)
         connect = partial(ours, server.config, server.server_state, {})
         listen = partial(asyncio.get_running_loop().create_server, connect, backlog=server.config.backlog)
@@ -141,16 +142,13 @@ class Server:
         server.servers = [await listen(sock=self._listener, ssl=tls, ssl_handshake_timeout=seconds)]
         server.started = True
 
-    async def _start_grpc(self) -> "GrpcServer | None":
-        port = self._options.grpc_port
-        if port is None:
-            return None
-        with naming_extra("grpc"):
-            from vitx.serve.grpc.server import GrpcServer
-        shared = self._link is not None
-        server = GrpcServer(self._core, self._link.grpc_port if self._link else port, shared_port=shared, pem=self._pem)
-        await server.start()
-        return server
+    async def _start_grpc(self) -> None:
+        if (port := self._options.grpc_port) is not None:
+            with naming_extra("grpc"):
+                from vitx.serve.grpc.server import GrpcServer
+            port, shared = (self._link.grpc_port, True) if self._link else (port, False)
+            self._grpc = GrpcServer(self._core, port, shared_port=shared, pem=lambda: self._pem)
+            await self._grpc.start()
 
     async def _join_workers(self, link: WorkerLink) -> None:
         assert isinstance(self._repository, SharedRepository)
@@ -202,12 +200,10 @@ class Server:
 
     def _on_hangup(self, number: int, frame: object) -> None:
         """SIGHUP: load the TLS certificate and the bundles again."""
-        if self._uvicorn.config.ssl is not None:
-            try:  # a context keeps the certificate of each kind of key: new handshakes get a fresh one
-                fresh = read_pem(self._options)
-                self._uvicorn.config.ssl.sni_callback = lambda new, *_: setattr(new, "context", fresh and fresh.context)
-            except InputError as error:
-                log(f"vitx: the TLS certificate stays: {error}")
+        try:
+            self._pem = read_pem(self._options)
+        except InputError as error:
+            log(f"vitx: the TLS certificate stays: {error}")
         if self._draining is None:
             start_kept(self._repository.load_all(), self._tasks)
 
@@ -238,16 +234,12 @@ class Server:
         self._uvicorn.should_exit = True
 
 
-def _uvicorn_config(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     own: dict[str, Any] = {"ws": "none", "lifespan": "off", "proxy_headers": False, "server_header": False}
     own |= {"log_config": None, "log_level": "error", "access_log": False}  # clients could fill the log with warnings
     return uvicorn.Config(
         app,
         http="httptools",  # `_listen` makes the connections
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
-        ssl_ca_certs=options.tls_client_ca,
-        ssl_cert_reqs=ssl.CERT_NONE if options.tls_client_ca is None else ssl.CERT_REQUIRED,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,  # accepted requests are done by then
         **own,
