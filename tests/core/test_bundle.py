@@ -159,7 +159,7 @@ def test_latencies_of_other_machines_stay(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "valid"), [("a-1.B_c", True), ("9", True), (".a", False), ("a/b", False), ("", False)]
+    ("name", "valid"), [("a-1.B_c", True), ("9", True), (".a", False), ("a/b", False), ("stats", False), ("", False)]
 )
 def test_a_name_fits_into_a_url(bundle: Bundle, name: str, valid: bool) -> None:
     plain = bundle.manifest.model_dump() | {"name": name}

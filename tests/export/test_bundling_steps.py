@@ -313,6 +313,8 @@ def test_names_and_places_of_a_bundle(tmp_path: Path) -> None:
     for name in ("a b.vitx", ".vitx", "-a", "_a", "é", "a:b", "a\n", "a?b"):
         with pytest.raises(InputError, match=r"cannot be a bundle's name: use letters, digits, '\.', '_' and '-'"):
             check_output(tmp_path / name)
+    with pytest.raises(InputError, match="/v2/models/stats are the statistics of all"):
+        check_output(tmp_path / "stats.vitx")
     out = tmp_path / "net.vitx"
     check_output(out)
     out.mkdir()

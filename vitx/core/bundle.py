@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
@@ -128,6 +128,13 @@ class Manifest(Record):
     files: dict[str, FileEntry]
     provenance: Provenance
     training_metrics: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_route(cls, name: str) -> str:
+        if name == "stats":
+            raise ValueError("is the address of the statistics of all models, /v2/models/stats: expected another name")
+        return name
 
     @model_validator(mode="after")
     def _tensors_agree(self) -> "Manifest":

@@ -280,6 +280,10 @@ def bundle_name(out: Path) -> str:
     name = out.name.removesuffix(".vitx")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise InputError(f"'{out.name}' cannot be a bundle's name: use letters, digits, '.', '_' and '-'")
+    if name == "stats":
+        raise InputError(
+            "no server could offer a model of the name 'stats': /v2/models/stats are the statistics of all"
+        )
     return name
 
 

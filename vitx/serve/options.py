@@ -38,7 +38,9 @@ class ServeOptions(Options):
     bundles: tuple[Path, ...] = option(
         (), "Bundles made by `vitx export`, or their URLs.", metavar="BUNDLE...", argument=True
     )
-    repository: Path | None = option(None, "Serve every bundle NAME.vitx of this folder, and those that come later.")
+    repository: Path | None = option(
+        None, "Serve the bundles of this folder, NAME.vitx and NAME/VERSION; with --watch those that come later too."
+    )
     versions: Annotated[tuple[str, ...], AfterValidator(_version_policies)] = option(
         (),
         "Versions of the repository's models, or of model NAME: all (the default), latest:2, or 1,3; may be repeated.",
@@ -88,7 +90,7 @@ class ServeOptions(Options):
     )
     metrics_token_file: Path | None = option(None, "File with a token for /metrics alone, instead of --token-file's.")
     allow_host: tuple[str, ...] = option(
-        (), "Name of this server, such as its proxy's, for Host and Origin; may be repeated.", metavar="NAME"
+        (), "Name or address of this server, such as its proxy's, for Host and Origin; may be repeated.", metavar="NAME"
     )
     tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
     tls_key: Path | None = option(None, "Its private key in PEM.")

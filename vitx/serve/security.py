@@ -30,11 +30,11 @@ class Tokens:
         management = _read_token(options.management_token_file)
         if options.management is (management is None) or (management and management in (inference, metrics)):
             raise InputError("--management and --management-token-file go together, with a token that nothing else has")
-        self._of: dict[Kind, bytes | None] = {"inference": inference, "management": management, "metrics": metrics}
+        self.of: dict[Kind, bytes | None] = {"inference": inference, "management": management, "metrics": metrics}
 
     def check(self, kind: Kind, authorization: str | None) -> None:
         """Raise RequestError 401 unless `authorization` is "Bearer " and the token of this kind."""
-        if (token := self._of[kind]) is None:
+        if (token := self.of[kind]) is None:
             return
         scheme, _, given = (authorization or "").partition(" ")
         # The time of the comparison does not depend on where the two differ.
@@ -60,6 +60,9 @@ class AllowedHosts:
         and addresses without a name, which nobody else can point here.
         """
         self._allowed = frozenset(name.strip("[]").lower() for name in allowed)
+        for name in self._allowed:
+            if not name or _host_name(f"[{name}]" if ":" in name else name) != name:
+                raise InputError(f"--allow-host {name}: expected a name or an address, without a scheme or a port")
         self._local = bound is not None and ipaddress.ip_address(bound.partition("%")[0]).is_loopback
         self._any = not self._local and not self._allowed
 

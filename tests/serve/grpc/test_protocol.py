@@ -191,13 +191,11 @@ def test_reading_adds_nothing_to_the_message() -> None:
 
 def test_logits_and_classes_are_encoded() -> None:
     logits = np.array([[0.25, 2, -1, 0.5], [3, 2, 1, 3]], dtype=np.float32)
-    response = encode_infer_response(logits, InferRequest(IMAGES, (LOGITS,), id="7"), CONTRACT, LABELS, NO_MEMORY)
+    response = encode_infer_response(logits, InferRequest(IMAGES, (LOGITS,), id="7"), CONTRACT, LABELS)
     assert (response.model_name, response.model_version, response.id) == ("tiny", "1", "7")
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("FP32", [2, 4])
     assert response.raw_output_contents[0] == logits.tobytes()
-    response = encode_infer_response(
-        logits, InferRequest(IMAGES, (LOGITS._replace(top_k=2),)), CONTRACT, LABELS, NO_MEMORY
-    )
+    response = encode_infer_response(logits, InferRequest(IMAGES, (LOGITS._replace(top_k=2),)), CONTRACT, LABELS)
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2, 2])
     texts = (b"2.000000:1:green", b"0.500000:3:red", b"3.000000:0:blue", b"3.000000:3:red")
     assert response.raw_output_contents[0] == b"".join(struct.pack("<I", len(text)) + text for text in texts)
@@ -232,7 +230,7 @@ def test_tensors_travel_in_shared_memory(memory: SharedMemory) -> None:
     np.testing.assert_array_equal(read.images, IMAGES)
     assert read.outputs == (LOGITS._replace(region=Region("all", 130, 40)),)
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
-    response = encode_infer_response(logits, read, CONTRACT, LABELS, memory)
+    response = encode_infer_response(logits, read, CONTRACT, LABELS)
     assert list(response.raw_output_contents) == [b""]
     assert response.outputs[0].parameters["shared_memory_byte_size"].int64_param == 32
     assert response.outputs[0].parameters["shared_memory_offset"].int64_param == 130

@@ -140,6 +140,12 @@ def test_with_names_given_a_public_address_has_those_and_addresses() -> None:
             hosts.check(other, None)
 
 
+@pytest.mark.parametrize("name", ["vitx.example:8000", "https://vitx.example", "vitx.example/", ""])
+def test_a_name_with_a_scheme_or_a_port_would_never_match(name: str) -> None:
+    with pytest.raises(InputError, match="expected a name or an address, without a scheme or a port"):
+        AllowedHosts("127.0.0.1", (name,))
+
+
 @pytest.mark.parametrize(
     ("path", "shown"),
     [

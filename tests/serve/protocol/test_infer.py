@@ -41,7 +41,7 @@ def decode(header: Any, binary: bytes | None = None) -> InferRequest:
 
 
 def encode(logits: "np.ndarray[Any, np.dtype[np.float32]]", request: InferRequest) -> tuple[bytes, int | None]:
-    return encode_infer_response(logits, request, CONTRACT, LABELS, NO_MEMORY)
+    return encode_infer_response(logits, request, CONTRACT, LABELS)
 
 
 def refusal(header: Any, binary: bytes | None = None) -> tuple[int, str]:
@@ -356,18 +356,18 @@ def test_tensors_in_shared_memory_are_read_and_written_where_the_request_says() 
         request = decoded(given, {**wanted, "shared_memory_offset": 20})
         assert request.images.ravel().tolist() == ROW
         places = dict(zip((*REGION_PARAMETERS, "binary_data_size"), ("r", 20, 8, 0), strict=True))
-        body, length = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+        body, length = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS)
         (output,) = json.loads(body)["outputs"]
         assert (length, output["parameters"], "data" in output) == (None, places, False)
         assert bytes(block.buf[19:29]) == b"\0" + TWO_ROWS[:1].tobytes() + b"\0"
         # More room than needed: the reply says what was written.
         request = decoded(given, {"shared_memory_byte_size": 40})
-        body, _ = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+        body, _ = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS)
         assert json.loads(body)["outputs"][0]["parameters"] == {**places, "shared_memory_offset": 0}
         # A request that was accepted is answered where it asked, also if any client unregisters all regions meanwhile.
         open_files, request = len(os.listdir("/proc/self/fd")), decoded(given, {"shared_memory_byte_size": 8})
         memory.unregister()
-        encode_infer_response(-TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+        encode_infer_response(-TWO_ROWS[:1], request, CONTRACT, LABELS)
         assert bytes(block.buf[:8]) == (-TWO_ROWS[:1]).tobytes()
         del request
         assert len(os.listdir("/proc/self/fd")) == open_files - 1
@@ -381,7 +381,7 @@ def test_tensors_in_shared_memory_are_read_and_written_where_the_request_says() 
         # Texts of classes: their size is known only when they are written.
         request = decoded(given, {"shared_memory_byte_size": 7, "classification": 1})
         with pytest.raises(RequestError, match=r"^output 'logits' has 18 bytes: 7 were set aside"):
-            encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+            encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS)
     finally:
         memory.unregister()
         block.close()

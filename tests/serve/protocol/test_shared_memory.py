@@ -50,6 +50,10 @@ def refusal(call: Any, *arguments: object) -> tuple[int, str]:
     return error.value.status, str(error.value)
 
 
+def write(memory: SharedMemory, name: str, offset: int, data: bytes) -> None:
+    memory.check(name, offset, len(data)).write(offset, data)
+
+
 @linux_only
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_bytes_go_in_and_out(block: shared_memory.SharedMemory, memory: SharedMemory, slash: str) -> None:
@@ -58,7 +62,7 @@ def test_bytes_go_in_and_out(block: shared_memory.SharedMemory, memory: SharedMe
     assert memory.status() == memory.status("input")
     assert memory.status() == [{"name": "input", "key": slash + block.name, "offset": 100, "byte_size": 50}]
     assert bytes(memory.read("input", 10, 4)) == b"abcd"
-    memory.write("input", 46, b"wxyz")
+    write(memory, "input", 46, b"wxyz")
     assert bytes(content(block)[145:151]) == b"\0wxyz\0"
 
 
@@ -124,7 +128,7 @@ def test_a_range_ends_with_its_region(block: shared_memory.SharedMemory, memory:
     memory.register("a", block.name, 0, 100)
     text = "bytes 96 to 101 are not all within shared memory region 'a', which has 100"
     assert refusal(memory.read, "a", 96, 5) == (400, text)
-    assert refusal(memory.write, "a", 96, b"12345") == (400, text)
+    assert refusal(write, memory, "a", 96, b"12345") == (400, text)
 
 
 @linux_only
@@ -212,12 +216,12 @@ def test_a_write_may_end_with_the_memory_and_must_be_whole(
     block: shared_memory.SharedMemory, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory.register("a", block.name, 4000, 96)
-    memory.write("a", 92, b"last")
+    write(memory, "a", 92, b"last")
     assert bytes(content(block)[4092:]) == b"last"
     assert bytes(memory.read("a", 92, 4)) == b"last"
     monkeypatch.setattr(os, "pwrite", lambda file, data, begin: len(data) - 1)
     text = "shared memory region 'a' took 3 of 4 bytes: /dev/shm is full"
-    assert refusal(memory.write, "a", 92, b"last") == (400, text)
+    assert refusal(write, memory, "a", 92, b"last") == (400, text)
 
 
 @linux_only
@@ -226,7 +230,7 @@ def test_memory_that_shrinks_is_an_error_and_no_crash(block: shared_memory.Share
     os.truncate(path_of(block), 100)
     text = "shared memory region 'a' was shrunk after it was registered"
     assert refusal(memory.read, "a", 0, 4096) == (400, text)
-    assert refusal(memory.write, "a", 99, b"ab") == (400, text)
+    assert refusal(write, memory, "a", 99, b"ab") == (400, text)
     assert path_of(block).stat().st_size == 100  # the refused write did not make it grow
     assert bytes(memory.read("a", 0, 100)) == bytes(100)
     os.truncate(path_of(block), 4096)
@@ -237,7 +241,7 @@ def test_memory_that_was_unlinked_can_still_be_used(memory: SharedMemory) -> Non
     made = shared_memory.SharedMemory(create=True, size=16)
     memory.register("a", made.name, 0, 16)
     made.unlink()
-    memory.write("a", 0, b"still")
+    write(memory, "a", 0, b"still")
     assert bytes(content(made)[:5]) == b"still"
     made.close()
 

@@ -55,9 +55,7 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
     return ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
 
 
-def encode_infer_response(
-    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
-) -> Any:
+def encode_infer_response(rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str]) -> Any:
     """Return the ModelInferResponse; raise RequestError if an output's shared memory cannot be written.
 
     `rows`: see `Contract`.
@@ -67,7 +65,7 @@ def encode_infer_response(
         output = response.outputs.add(name=wanted.name, datatype=datatype, shape=shape)
         data, placed = tensor_bytes(values), {}
         if wanted.region is not None:
-            placed, data = wanted.region.write(data, wanted.name, memory), b""
+            placed, data = wanted.region.write(data, wanted.name), b""
         response.raw_output_contents.append(data)  # Triton's C++ client takes the entry of each output, unasked
         for name, value in placed.items():
             setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)

@@ -79,7 +79,7 @@ class GrpcServer:
         """End the streams after the requests they have accepted; return when no call is in flight."""
         for replies in self._streams:
             replies.put_nowait(None)
-        await self._in_flight.end()
+        await self._in_flight.ended.wait()
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
         health = {"Check": self._unary("Check", *self._calls.pop("HealthCheck"))}

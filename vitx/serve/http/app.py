@@ -126,7 +126,7 @@ class App:
 
     def _rows_reply(self, rows: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
         labels = model.bundle.manifest.labels
-        reply, json_length = encode_infer_response(rows, request, model.contract, labels, self._memory)
+        reply, json_length = encode_infer_response(rows, request, model.contract, labels)
         if json_length is None:
             return Reply(reply)
         headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)

@@ -46,7 +46,13 @@ function lock(text) {
 
 $("token-form").onsubmit = (event) => {
   event.preventDefault();
-  token = $("token").value.trim();
+  const given = $("token").value.trim();
+  if (!/^[!-~]+$/.test(given)) {
+    $("locked-error").hidden = false;
+    $("locked-error").textContent = "A token is visible ASCII characters alone: this one has others.";
+    return;
+  }
+  token = given;
   sessionStorage.setItem("token", token);
   poll();
 };
@@ -81,11 +87,13 @@ async function showAttention(preview, values, { grid: [rows, columns], preproces
   const pixels = map.getContext("2d").createImageData(columns, rows);
   values.forEach((value, at) => pixels.data.set([0, 0, 0, Math.round(216 * (1 - value / most))], 4 * at));
   map.getContext("2d").putImageData(pixels, 0, 0);
-  const scale = Math.min(image.clientWidth / width, image.clientHeight / height);
-  map.style.width = wide * scale + "px";
-  map.style.height = high * scale + "px";
-  map.style.left = image.offsetLeft + (image.clientWidth - wide * scale) / 2 + "px";
-  map.style.top = image.offsetTop + (image.clientHeight - high * scale) / 2 + "px";
+  new ResizeObserver(() => {  // a phone is turned, a window made narrow
+    const scale = Math.min(image.clientWidth / width, image.clientHeight / height);
+    map.style.width = wide * scale + "px";
+    map.style.height = high * scale + "px";
+    map.style.left = image.offsetLeft + (image.clientWidth - wide * scale) / 2 + "px";
+    map.style.top = image.offsetTop + (image.clientHeight - high * scale) / 2 + "px";
+  }).observe(preview);
   map.setAttribute("role", "img");
   map.setAttribute("aria-label", "Attention of the class token to " + values.length + " patches");
   map.hidden = !$("show-attention").checked;
@@ -114,15 +122,28 @@ function refusal(text) {
   return said;
 }
 
+/** Whether the browser may show an image in another orientation than the model gets: of WebP it ignores the EXIF. */
+async function mayBeTurned(file) {
+  const head = new Uint8Array(await file.slice(0, 21).arrayBuffer());
+  return String.fromCharCode(...head.slice(8, 16)) === "WEBPVP8X" && Boolean(head[20] & 8);
+}
+
 /** Fill the row of an image; its best class as text, or undefined where there is none. */
 async function classify(file, row, signal) {
   const type = file.type.startsWith("image/") ? file.type : "application/octet-stream";
   const about = seen, query = model ? "?model=" + encodeURIComponent(model) + (about ? "&outputs=attention" : "") : "";
+  let turned;
+  try {
+    turned = await mayBeTurned(file);
+  } catch {  // it was changed or removed since it was chosen, or is a folder
+    row.lastChild.replaceChildren(refusal("the file cannot be read: choose it again"));
+    return;
+  }
   try {
     const options = { method: "POST", body: file, headers: { "Content-Type": type }, signal };
     const { predictions, outputs } = await ask("v1/classify" + query, options);
     row.lastChild.replaceChildren(listOf(predictions));
-    if (outputs) showAttention(row.firstChild, outputs.attention, about)
+    if (outputs && !turned) showAttention(row.firstChild, outputs.attention, about)
       .catch(() => {});  // the browser may not read what the server can
     return predictions[0].label + ", " + percent(predictions[0].score);
   } catch (error) {
@@ -154,7 +175,10 @@ async function classifyAll(files) {
   $("status").textContent = (images.length === 1 ? answered[0] : answered.length + " of " + images.length + " images") + took;
 }
 
-$("file").onchange = (event) => classifyAll(event.target.files);
+$("file").onchange = (event) => {
+  classifyAll([...event.target.files]);
+  event.target.value = "";  // the same file, chosen again, may be another by then
+};
 document.onpaste = (event) => classifyAll(event.clipboardData.files);
 document.ondragover = (event) => { event.preventDefault(); $("drop").classList.add("over"); };
 document.ondragleave = (event) => { if (!event.relatedTarget) $("drop").classList.remove("over"); };
@@ -233,12 +257,12 @@ tensor = triton.InferInput(${JSON.stringify(inputs[0].name)}, images.shape, "UIN
 tensor.set_data_from_numpy(images)
 answer = client.infer(${JSON.stringify(name)}, [tensor]${token ? `, headers={${bearer}}` : ""})
 print(answer.as_numpy("logits"))`;
-  $("metrics").hidden = Boolean(token);  // a link brings no token
   $("use").hidden = false;
 }
 
 async function showCard() {
-  const about = await ask("v2/models/" + encodeURIComponent(model));
+  const asked = model, about = await ask("v2/models/" + encodeURIComponent(asked));
+  if (asked !== model) return;  // another one was chosen meanwhile
   const rows = cardRows(about).flatMap(([name, value]) => [element("dt", name), element("dd", value)]);
   const [text, look] = verdict(about.vitx);
   const attention = about.vitx.outputs.find((one) => one.name === "attention" && one.grid);
@@ -256,8 +280,16 @@ function showModels(names) {
   if (!names.includes(model)) model = names[0] ?? null;
   const options = [...$("model").options].map((option) => option.value);
   if (options.join("/") !== names.join("/")) $("model").replaceChildren(...names.map((name) => element("option", name)));
-  if (model) $("model").value = model;
   $("models").hidden = names.length < 2;
+  if (model) {
+    $("model").value = model;
+    return;
+  }
+  seen = null;
+  $("attention").hidden = $("use").hidden = true;
+  $("card").replaceChildren();
+  $("model-name").textContent = "No model is loaded";
+  $("verdict").textContent = $("verdict").className = "";
 }
 
 $("model").onchange = (event) => {
@@ -269,7 +301,7 @@ $("model").onchange = (event) => {
 /* Statistics */
 
 const series = { throughput: [[]], latency: [[], []], queue: [[]] };  // a list of values for each line
-let previous = null, polls = 0, timer = null;
+let previous = null, polls = 0, timer = null, answered = null;  // when the statistics came last
 
 for (const [name, lines] of Object.entries(series)) $(name + "-plot").innerHTML = `
   <div class="y" aria-hidden="true"></div>
@@ -283,11 +315,11 @@ function roundTop(value) {
   return [1, 2, 5, 10].find((step) => step * unit >= value) * unit;
 }
 
-function chart(name, values, text) {
+function chart(name, values, text, missed) {
   const lines = series[name], plot = $(name + "-plot"), drawn = plot.querySelectorAll("polyline");
   lines.forEach((line, index) => {
-    line.push(values[index]);
-    if (line.length > POINTS) line.shift();
+    line.push(...Array(missed).fill(0), values[index]);  // the line is at 0 while nothing was known
+    line.splice(0, line.length - POINTS);
   });
   const highest = Math.max(...lines.flat()), top = roundTop(highest);
   lines.forEach((line, index) => {
@@ -306,10 +338,13 @@ function showStatistics(stats) {
   const passed = previous ? now.seconds - previous.seconds : 0;  // negative after a restart
   const rate = passed > 0 ? Math.max(0, now.images - previous.images) / passed : 0;
   previous = now;
-  const { p50, p99 } = stats.latency_ms;
-  chart("throughput", [rate], short(rate));
-  chart("latency", [p99 ?? 0, p50 ?? 0], p50 === null ? "–" : short(p50) + " / " + short(p99) + " ms");
-  chart("queue", [total("queued")], count(total("queued")));
+  const { p50, p99 } = stats.latency_ms, time = performance.now();
+  const missed = answered === null ? 0 : Math.min(POINTS, Math.max(0, Math.round((time - answered) / POLL_MS) - 1));
+  answered = time;
+  chart("throughput", [rate], short(rate), missed);
+  chart("latency", [p99 ?? 0, p50 ?? 0], p50 === null ? "–" : short(p50) + " / " + short(p99) + " ms", missed);
+  chart("queue", [total("queued")], count(total("queued")), missed);
+  $("metrics").hidden = !stats.metrics_open;
   $("totals").textContent = count(stats.requests) + " requests, " + count(stats.rejected) + " refused";
 }
 
@@ -322,7 +357,7 @@ function showState(text, good) {
 async function poll() {
   clearTimeout(timer);
   try {
-    const stats = await ask("v1/stats");
+    const stats = await ask("v1/stats", { signal: AbortSignal.timeout(5 * POLL_MS) });
     $("locked").hidden = true;
     const before = model;
     showModels([...new Set(stats.models.map((one) => one.name))]);

@@ -65,13 +65,15 @@ def other_routes(core: ServerCore) -> Router:
 
 def _page_routes(core: ServerCore, add: Add) -> None:
     metrics, models = core.metrics, core.models
+    public = core.options.metrics != "off" and core.tokens.of["metrics"] is None  # a link brings no token
 
     async def prometheus(request: Request) -> Response:
         body = metrics.exposition() if metrics.gather is None else await metrics.gather()
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def stats(request: Request) -> dict[str, Any]:
-        return {**metrics.summary(), "ready": models.ready, "models": [model.stats() for model in models]}
+        of_each = [model.stats() for model in models]
+        return {**metrics.summary(), "ready": models.ready, "models": of_each, "metrics_open": public}
 
     add("web_page", "The page: drop images, watch the server", _page("page.html"), "/", reply=api.HTML)
     add("web_page", "This description, to read and to try", _page("docs.html"), "/docs", reply=api.HTML)

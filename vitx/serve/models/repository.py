@@ -78,7 +78,7 @@ class Repository:
         """Triton's repository index: name, version, state, reason; with `ready` only models that are."""
         entries = []
         for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
-            model, refusal = self._models.loaded(key), self._refusals.get(key, "")
+            model, refusal = self._models.loaded.get(key), self._refusals.get(key, "")
             fault = (refusal or "unloaded") if model is None else model.fault
             state, reason = "UNAVAILABLE" if fault else "READY", fault or refusal
             entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
@@ -173,7 +173,7 @@ class Repository:
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
         offer, known = self._loader.verify(path, key), None
-        if (served := self._models.loaded(key)) is not None:
+        if (served := self._models.loaded.get(key)) is not None:
             check_contract(served.bundle, offer.bundle)
             known = served.canary if served.bundle.manifest == offer.bundle.manifest else None
         return self._loader.warm(offer, known)
@@ -183,7 +183,7 @@ class Repository:
             _log.exception("loading %s failed", key_text(key))
         self._refusals[key] = text = str(error) or type(error).__name__
         self._metrics.loads.labels(*key, "refused").inc()
-        stays = "; the model that runs stays" if self._models.loaded(key) else ""
+        stays = "; the model that runs stays" if self._models.loaded.get(key) else ""
         log(f"vitx: model {key_text(key)} was not loaded: {text}{stays}")
         return RequestError(f"failed to load {key_text(key)}: {text}{stays}", reason="load_refused")
 

@@ -142,32 +142,28 @@ class ServedModel:
 
 
 class InFlight:
-    """Counts requests in flight."""
+    """Counts requests in flight. ended: set while there is none."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._ended = asyncio.Event()
-        self._ended.set()
+        self.ended = asyncio.Event()
+        self.ended.set()
 
     def enter(self) -> None:
         self.count += 1
-        self._ended.clear()
+        self.ended.clear()
 
     def leave(self) -> None:
         self.count -= 1
         if not self.count:
-            self._ended.set()
-
-    async def end(self) -> None:
-        """Return when there is none."""
-        await self._ended.wait()
+            self.ended.set()
 
 
 class ModelSet:
     """The models of one server by name and version, and its state. Create it on a running event loop.
 
     A request without a version is answered by the highest loaded one. draining: new requests are refused. leaving:
-    requests are answered, and their connections closed after the reply.
+    requests are answered, and their connections closed after the reply. loaded: by name and version.
     """
 
     def __init__(
@@ -182,7 +178,7 @@ class ModelSet:
         self._cache = cache
         self.draining = 0.0  # since when, time.monotonic()
         self.leaving = False
-        self._models: dict[ModelKey, ServedModel] = {}
+        self.loaded: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
         # Requests that began before the first switch, before the second, …: a model they may use is closed after them.
         self._generations = [InFlight()]
@@ -190,7 +186,7 @@ class ModelSet:
 
     def __iter__(self) -> Iterator[ServedModel]:
         """Every loaded version of every model."""
-        return iter([*self._models.values()])
+        return iter([*self.loaded.values()])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -204,19 +200,16 @@ class ModelSet:
 
     def versions(self, name: str) -> list[str]:
         """The loaded versions of a model, ascending."""
-        return sorted((version for of, version in self._models if of == name), key=int)
+        return sorted((version for of, version in self.loaded if of == name), key=int)
 
     def statistics(self, of: ServedModel | None = None, version: str | None = None) -> dict[str, Any]:
         """Triton's, of every version of a model, or of that one if it was named; of every model without one."""
         named = [each for each in self if of in (None, each) or (not version and each.name == of.name)]
         return {"model_stats": [each.batcher.statistics.as_json(*each.key) for each in named]}
 
-    def loaded(self, key: ModelKey) -> ServedModel | None:
-        return self._models.get(key)
-
     def is_ready(self, name: str, version: str | None = None) -> bool:
         """Whether a model takes requests and passes its canary."""
-        model = self._newest.get(name) if version is None else self._models.get((name, version))
+        model = self._newest.get(name) if version is None else self.loaded.get((name, version))
         return model is not None and model.fault is None and not self.draining
 
     @property
@@ -227,7 +220,7 @@ class ModelSet:
     async def idle(self) -> None:
         """Return when none is; call when no more begin."""
         for requests in self._generations:
-            await requests.end()
+            await requests.ended.wait()
 
     def enter(self) -> InFlight:
         """Call when a request starts, before `get`; call `leave` of the result when it ends."""
@@ -237,11 +230,11 @@ class ModelSet:
 
     def switch(self, model: ServedModel, retire_seconds: float) -> None:
         """Serve this model; one of the same name and version is closed after the last request that may use it."""
-        old = self._models.get(model.key)
+        old = self.loaded.get(model.key)
         if self._cache is not None:
             model.cache = ModelCache(self._cache, model.batcher.statistics, model.metrics.lookups)
         self._expected[model.key] = None
-        self._models[model.key] = model
+        self.loaded[model.key] = model
         self._find_newest(model.name)
         if old is not None:
             self._retire(old, retire_seconds)
@@ -251,7 +244,7 @@ class ModelSet:
     def remove(self, key: ModelKey, retire_seconds: float) -> None:
         """Stop serving a model; it is closed after the last request that may use it."""
         self._expected.pop(key, None)
-        model = self._models.pop(key)
+        model = self.loaded.pop(key)
         self._find_newest(model.name)
         self._retire(model, retire_seconds)
 
@@ -265,7 +258,7 @@ class ModelSet:
             raise unavailable("the server is shutting down", "draining")
         if name is None:
             name = self._only_name()
-        model = self._newest.get(name) if version is None else self._models.get((name, version))
+        model = self._newest.get(name) if version is None else self.loaded.get((name, version))
         if model is None:
             raise self._missing(name, version)
         if (record := CURRENT_RECORD.get()) is not None:
@@ -289,11 +282,11 @@ class ModelSet:
     def _find_newest(self, name: str) -> None:
         self._newest.pop(name, None)
         if versions := self.versions(name):
-            self._newest[name] = self._models[name, versions[-1]]
+            self._newest[name] = self.loaded[name, versions[-1]]
 
     async def close(self) -> None:
         """Close every model after the requests it has accepted."""
-        await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
+        await asyncio.gather(*(model.close() for model in self.loaded.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
         before = self._generations
@@ -303,7 +296,7 @@ class ModelSet:
     async def _close_after(self, before: Sequence[InFlight], model: ServedModel, seconds: float) -> None:
         """Close a model when the requests that may use it have ended; a client slower than `seconds` gets 503."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(requests.end() for requests in before)), seconds)
+            await asyncio.wait_for(asyncio.gather(*(requests.ended.wait() for requests in before)), seconds)
         await model.close()
         if model.cache is not None:
             await model.cache.forget()

@@ -173,11 +173,14 @@ class Server:
         if self._link is not None:
             start_kept(self._link.beat(), self._tasks)
             return
-        url = url_of(self._listener, tls=self._pem is not None)
-        print(f"vitx: serving {', '.join(self._core.models.names)} on {url}", flush=True)
+        url, names = url_of(self._listener, tls=self._pem is not None), self._core.models.names
+        print(f"vitx: serving {', '.join(names)} on {url}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
-        log(f"next: curl --data-binary @IMAGE {url}/v1/classify")
+        bearer = "-H 'Authorization: Bearer TOKEN' " if self._options.token_file else ""
+        url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
+        query = f"?model={names[0]}" if len(names) > 1 else ""
+        log(f"next: curl {bearer}--data-binary @IMAGE {url}/v1/classify{query}")
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memor
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -243,7 +244,8 @@ def _requested_output(
         raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
     region = Region.of(parameters)
     if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
-        region = region.hold(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
+        region = replace(region, held=memory.check(region.name, region.offset, region.byte_size))
+        region.check(0 if top_k else 4 * rows * contract.widths()[name], name)
     return RequestedOutput(name, flag(parameters, "binary_data", binary), top_k, region)
 
 
@@ -280,7 +282,7 @@ def tensor_bytes(values: Float32Array | list[str]) -> bytes:
 
 
 def encode_infer_response(
-    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
+    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str]
 ) -> tuple[bytes, int | None]:
     """Return the body and the length of its JSON header; None when the whole body is JSON. `rows`: see `Contract`."""
     output = request.outputs[0]
@@ -296,7 +298,7 @@ def encode_infer_response(
         reply["outputs"].append(tensor)
         if wanted.region is not None:
             # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
-            placed = wanted.region.write(tensor_bytes(values), wanted.name, memory)
+            placed = wanted.region.write(tensor_bytes(values), wanted.name)
             tensor["parameters"] = {**placed, "binary_data_size": 0}
         elif wanted.binary:
             behind.append(tensor_bytes(values))

@@ -6,12 +6,12 @@ Sources: Triton's docs/protocol/extension_{classification,schedule_policy,shared
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vitx.serve.batching.request_queue import priority_level
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.protocol.shared_memory import MemoryRegion, SharedMemory
+from vitx.serve.protocol.shared_memory import MemoryRegion
 
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
@@ -41,17 +41,17 @@ class Region:
             raise RequestError(text)
         return cls(name, 0 if offset is None else offset, byte_size)
 
-    def hold(self, byte_size: int, output: str, memory: SharedMemory) -> "Region":
-        """This place, held; raise RequestError unless an output of `byte_size` bytes can be written here."""
-        held = self.held or memory.check(self.name, self.offset, self.byte_size)
+    def check(self, byte_size: int, output: str) -> None:
+        """Raise RequestError unless an output of `byte_size` bytes fits here."""
         if byte_size > self.byte_size:
             place = f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
             raise RequestError(f"output '{output}' has {byte_size} bytes: {place}")
-        return replace(self, held=held)
 
-    def write(self, data: bytes, output: str, memory: SharedMemory) -> dict[str, Any]:
-        """Write an output; return the parameters that tell the client where it is."""
-        memory.write(self.name, self.offset, data, self.hold(len(data), output, memory).held)
+    def write(self, data: bytes, output: str) -> dict[str, Any]:
+        """Write an output where it is held; return the parameters that tell the client where it is."""
+        assert self.held is not None
+        self.check(len(data), output)
+        self.held.write(self.offset, data)
         return dict(zip(REGION_PARAMETERS, (self.name, self.offset, len(data)), strict=True))
 
 

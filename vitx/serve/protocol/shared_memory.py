@@ -31,6 +31,18 @@ class MemoryRegion:
     byte_size: int
     file: int
 
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy bytes to `offset`, a range that `SharedMemory.check` allowed; raise RequestError 400 if that fails."""
+        begin = self.offset + offset
+        try:
+            if os.fstat(self.file).st_size < begin + len(data):  # a write would make it grow again
+                raise _refused(f"shared memory region '{self.name}' was shrunk after it was registered")
+            count = os.pwrite(self.file, data, begin)
+        except OSError as error:
+            raise _refused(f"cannot write shared memory region '{self.name}': {error.strerror}") from None
+        if count != len(data):
+            raise _refused(f"shared memory region '{self.name}' took {count} of {len(data)} bytes: /dev/shm is full")
+
 
 class SharedMemory:
     """The regions that clients have registered. Not thread-safe: use it on the event loop.
@@ -94,19 +106,6 @@ class SharedMemory:
             raise _refused(f"shared memory region '{name}' was shrunk after it was registered")
         return data
 
-    def write(self, name: str, offset: int, data: bytes | memoryview, held: MemoryRegion | None = None) -> None:
-        """Copy bytes to `offset` in a region; in `held`, which a check of this range returned, if it is given."""
-        region = held or self.check(name, offset, len(data))
-        begin = region.offset + offset
-        try:
-            if os.fstat(region.file).st_size < begin + len(data):  # a write would make it grow again
-                raise _refused(f"shared memory region '{name}' was shrunk after it was registered")
-            count = os.pwrite(region.file, data, begin)
-        except OSError as error:
-            raise _refused(f"cannot write shared memory region '{name}': {error.strerror}") from None
-        if count != len(data):
-            raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
-
     def check_enabled(self) -> None:
         if not self.enabled:
             raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
@@ -118,7 +117,7 @@ class SharedMemory:
         return region
 
     def check(self, name: str, offset: int, byte_size: int) -> MemoryRegion:
-        """The region, which is open for as long as it is kept; raise what `write` would raise for this range."""
+        """The region, which is open for as long as it is kept; raise RequestError for another range."""
         self.check_enabled()
         region = self._find(name)
         _check_range(f"shared memory region '{name[:80]}'", offset, byte_size)

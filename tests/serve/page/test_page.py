@@ -1,6 +1,5 @@
 """The web page in a headless Chromium: images, the model's card, charts, errors, tokens, narrow screens."""
 
-import base64
 import contextlib
 import functools
 import http.server
@@ -17,6 +16,7 @@ import pytest
 
 from browser import PROGRAM, Browser, running_browser
 from bundle_fixture import LABELS, colour_image, png, with_attention, write_bundle
+from page_actions import classes, give
 from server_process import ServerProcess, running_server
 from vitx.core.bundle import Bundle
 
@@ -50,30 +50,8 @@ def page(browser: Browser, server: ServerProcess) -> Browser:
     return browser
 
 
-def give(page: Browser, event: str, *images: bytes, name: str = "image.png", kind: str = "image/png") -> None:
-    """Drop or paste files, as a script does it."""
-    transfer = "clipboardData" if event == "paste" else "dataTransfer"
-    constructor = "ClipboardEvent" if event == "paste" else "DragEvent"
-    page.run(
-        f"""(() => {{
-          const {transfer} = new DataTransfer();
-          for (const text of {json.dumps([base64.b64encode(image).decode() for image in images])}) {{
-            const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-            {transfer}.items.add(new File([bytes], {json.dumps(name)}, {{type: {json.dumps(kind)}}}));
-          }}
-          const options = {{{transfer}, bubbles: true, cancelable: true}};
-          document.getElementById('drop').dispatchEvent(new {constructor}({json.dumps(event)}, options));
-        }})()"""
-    )
-
-
 def colour(label: int) -> bytes:
     return png(colour_image(label, np.random.default_rng(label)))
-
-
-def classes(page: Browser) -> list[str]:
-    found: list[str] = page.run("[...document.querySelectorAll('.predictions .label')].map((one) => one.textContent)")
-    return found
 
 
 @pytest.mark.parametrize(("event", "label"), [("drop", 3), ("paste", 1)])

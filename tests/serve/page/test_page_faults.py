@@ -1,0 +1,199 @@
+"""The web page where something changes under it: models, files, the window, the server."""
+
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from browser import PROGRAM, Browser, running_browser
+from bundle_fixture import colour_image, png, with_attention, write_bundle
+from page_actions import classes, give
+from server_process import ServerProcess, running_server
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
+
+TOKEN, MANAGERS = "0123456789abcdef", "fedcba9876543210"
+TEXT = "document.getElementById('{}').textContent"
+CHOOSE = "(() => {{ const s = document.getElementById('model'); s.value = '{}'; s.onchange({{target: s}}); }})()"
+PLACES = """['.preview img', '.preview canvas'].map((one) => {
+  const {left, top, width, height} = document.querySelector(one).getBoundingClientRect();
+  return [left, top, width, height];
+})"""
+
+
+NEXT, IMAGE = "next: curl", "--data-binary @IMAGE"
+
+
+def next_line(server: ServerProcess) -> str:
+    """The command that a server shows when it is ready."""
+    assert server.process.stderr is not None
+    return next(line.strip() for line in server.process.stderr if line.startswith("next:"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with running_browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny.vitx, and other.vitx, which gives attention; the token and the managers' in files."""
+    made = tmp_path_factory.mktemp("page")
+    write_bundle(made / "tiny.vitx")
+    with_attention(write_bundle(made / "other.vitx", name="other"))
+    for name, token in (("token", TOKEN), ("managers", MANAGERS)):
+        (made / name).write_text(token)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(folder / "tiny.vitx", folder / "other.vitx", "--allow-uncertified") as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser, server: ServerProcess) -> Browser:
+    """The page, ready, with other chosen."""
+    browser.open(f"http://{server.url}/")
+    browser.wait(f"{TEXT.format('state')} === 'ready'")
+    browser.run(CHOOSE.format("other"))
+    browser.wait("!document.getElementById('attention').hidden")
+    return browser
+
+
+def test_the_model_that_was_chosen_last_is_shown_whichever_answer_comes_last(page: Browser) -> None:
+    page.run(
+        """(() => {
+          const real = fetch;
+          window.fetch = async (path, options) => {
+            if (path === 'v2/models/other') await new Promise((done) => setTimeout(done, 700));
+            return real(path, options);
+          };
+        })()"""
+    )
+    page.run(CHOOSE.format("other"))
+    page.run(CHOOSE.format("tiny"))
+    page.run("new Promise((done) => setTimeout(done, 1000))")
+    assert page.run(TEXT.format("model-name")) == "tiny"
+    assert "model=tiny'" in page.run(TEXT.format("curl"))
+    give(page, "drop", png(colour_image(3, np.random.default_rng(3))))
+    page.wait("document.querySelectorAll('.predictions li').length === 4")
+
+
+def test_the_map_follows_the_image_when_the_window_changes(page: Browser) -> None:
+    page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=False)
+    give(page, "drop", png(np.full((400, 800, 3), 200, np.uint8)))
+    page.wait("document.querySelectorAll('.preview canvas').length === 1")
+    page.call("Emulation.setDeviceMetricsOverride", width=1200, height=700, deviceScaleFactor=1, mobile=False)
+    page.wait("document.querySelector('.preview img').getBoundingClientRect().width <= 150")
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    (left, top, width, height), over = page.run(PLACES)
+    side = min(width / 2, height)
+    assert over == pytest.approx([left + (width - side) / 2, top + (height - side) / 2, side, side], abs=1.5)
+
+
+def test_a_webp_that_the_browser_may_show_turned_has_no_map(page: Browser, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name, found, maps in (("plain.webp", b"", 1), ("turned.webp", exif.tobytes(), 0)):
+        Image.new("RGB", (80, 40), "red").save(tmp_path / name, exif=found)
+        give(page, "drop", (tmp_path / name).read_bytes(), name=name, kind="image/webp")
+        page.wait(f"{TEXT.format('status')} !== ''")
+        page.run("new Promise((done) => setTimeout(done, 200))")
+        assert page.run("document.querySelectorAll('.preview canvas').length") == maps
+
+
+def test_a_file_that_went_and_the_same_one_chosen_again(page: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "blue.png"
+
+    def choose(label: int) -> None:
+        file.write_bytes(png(colour_image(label, np.random.default_rng(label))))
+        root = page.call("DOM.getDocument")["root"]["nodeId"]
+        control = page.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+        page.call("DOM.setFileInputFiles", nodeId=control, files=[str(file)])
+        page.wait("document.querySelectorAll('.predictions li').length === 4")
+
+    choose(0)
+    assert page.run("document.getElementById('file').value") == ""
+    assert classes(page)[0] == "blue"
+    file.unlink()
+    page.run(CHOOSE.format("tiny"))
+    page.wait("document.querySelector('#results .error')?.textContent === 'the file cannot be read: choose it again'")
+    assert page.run(TEXT.format("state")) == "ready"
+
+
+def test_a_token_that_no_header_can_carry(browser: Browser, folder: Path) -> None:
+    with running_server(folder / "tiny.vitx", "--allow-uncertified", "--token-file", folder / "token") as server:
+        assert next_line(server) == f"{NEXT} -H 'Authorization: Bearer TOKEN' {IMAGE} http://{server.url}/v1/classify"
+        browser.open(f"http://{server.url}/")
+        browser.wait("!document.getElementById('locked').hidden")
+        for token in (f"“{TOKEN}”", "токен"):
+            browser.run(
+                f"document.getElementById('token').value = {json.dumps(token)};"
+                "document.getElementById('token-form').requestSubmit()"
+            )
+            browser.wait(f"{TEXT.format('locked-error')}.startsWith('A token is visible ASCII characters alone')")
+            assert not browser.run("document.getElementById('locked-error').hidden")
+            assert browser.run(TEXT.format("state")) == "locked"
+
+
+@pytest.mark.parametrize(
+    ("options", "token", "shown"),
+    [((), "", True), (("--metrics", "off"), "", False), (("--metrics-token-file", "managers"), "", False)],
+)
+def test_the_link_to_the_metrics_is_there_if_it_leads_there(
+    browser: Browser, folder: Path, options: tuple[str, ...], token: str, shown: bool
+) -> None:
+    given = [folder / option if option == "managers" else option for option in options]
+    with running_server(folder / "tiny.vitx", "--allow-uncertified", *given) as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait("!document.getElementById('use').hidden")
+        assert browser.run("!document.getElementById('metrics').hidden") is shown
+        assert (server.request("GET", "/metrics")[0] == 200) is shown
+
+
+def test_nothing_of_a_model_is_left_when_the_last_is_unloaded(browser: Browser, folder: Path) -> None:
+    managed = ("--management", "--management-token-file", folder / "managers")
+    with running_server(folder / "tiny.vitx", "--allow-uncertified", *managed) as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait(f"{TEXT.format('model-name')} === 'tiny'")
+        unload = urllib.request.Request(f"http://{server.url}/v2/repository/models/tiny/unload", b"{}", method="POST")
+        unload.add_header("Authorization", f"Bearer {MANAGERS}")
+        unload.add_header("Content-Type", "application/json")
+        urllib.request.urlopen(unload, timeout=20).close()
+        browser.wait(f"{TEXT.format('model-name')} === 'No model is loaded'")
+        assert browser.run("document.getElementById('use').hidden")
+        assert (browser.run(TEXT.format("card")), browser.run(TEXT.format("verdict"))) == ("", "")
+
+
+def test_a_server_that_hangs_is_not_ready_and_leaves_a_gap_in_the_charts(browser: Browser, folder: Path) -> None:
+    with running_server(folder / "tiny.vitx", "--allow-uncertified") as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait(f"{TEXT.format('state')} === 'ready'")
+        points = "document.querySelector('#queue-plot polyline').getAttribute('points').split(' ').length"
+        before = browser.run(points)
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            browser.wait(f"{TEXT.format('state')} === 'the server does not answer'")
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        browser.wait(f"{TEXT.format('state')} === 'ready'")
+        assert browser.run(points) >= before + 5  # a point a second
+
+
+def test_a_long_name_of_a_model_fits_a_narrow_screen(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    long = write_bundle(tmp_path / "long.vitx", name="vit_base_patch16_clip_224.openai_ft_in12k_in1k")
+    with running_server(folder / "tiny.vitx", long.path, "--allow-uncertified") as server:
+        assert next_line(server) == f"{NEXT} {IMAGE} http://{server.url}/v1/classify?model=tiny"
+        for place in ("", "docs"):
+            browser.open(f"http://{server.url}/{place}", width=320)
+            browser.wait("document.querySelector('#model option, details') !== null")
+            browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            assert browser.run("document.documentElement.scrollWidth") <= 320
