@@ -2,12 +2,13 @@
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -223,8 +224,11 @@ def end_under_load(
     refused: str | None = "503",
     gone: str = "closed",
     clients: int = 16,
+    others: Iterable[int] = (),
 ) -> None:
-    """Send a busy server a signal that ends it: it must exit with 0 and answer every request that it had accepted.
+    """Send a busy server, and `others` of its processes, a signal that ends it.
+
+    It must exit with 0 and answer every request that it had accepted.
 
     Each client makes requests until a reply is not `good`. That one may be `refused`, or `gone` if the signal came
     before the request was sent; anything else is a lost request. Clients that do not say when they have sent one are
@@ -254,7 +258,8 @@ def end_under_load(
         jobs = [pool.submit(load, index) for index in range(clients)]
         wait_until(lambda: answered[0] > 100)
         signalled.set()
-        server.process.send_signal(number)
+        for process in (server.process.pid, *others):
+            os.kill(process, number)
         for job in jobs:
             job.result(HANG)
     assert server.process.wait(20) == 0

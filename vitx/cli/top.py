@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def command(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="Where the server listens.")] = "http://127.0.0.1:8000",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
     as_json: Json = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the token that the server asks for.")] = None,

@@ -330,3 +330,12 @@ def test_the_content_type_that_curl_sends_is_accepted(server: ServerProcess, png
     as_form = classify(server, pngs[0], {"Content-Type": "application/x-www-form-urlencoded"}, "model=tiny")
     assert as_form == classify(server, pngs[0], {"Content-Type": "image/png"}, "model=tiny")
     assert as_form[0] == 200
+
+
+def test_a_body_that_was_compressed_on_its_way_is_refused(server: ServerProcess) -> None:
+    """RFC 9112 §6.1; taken as it came, the compressed bytes would be pixels."""
+    for codings, status in (("gzip, chunked", 415), ("identity, chunked", 200), ("chunked", 200)):
+        connection = server.connect()
+        headers = {"Transfer-Encoding": codings, "Content-Type": "application/json"}
+        connection.request("POST", INFER_PATH, iter([INFER_BODY]), headers, encode_chunked=True)
+        assert connection.getresponse().status == status

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -234,6 +235,51 @@ def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(20) == 128 + signal.SIGTERM
         assert time.monotonic() - started < 3
+
+
+SHORT_DRAIN = """
+from vitx.serve import limits
+make = limits.Limits.__init__
+limits.Limits.__init__ = lambda *given, **named: make(*given, **{"drain_seconds": 0.5, **named})
+"""
+
+
+def test_what_is_not_done_when_the_drain_is_over_is_a_503_in_json(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--max-batch", "1", program=SHORT_DRAIN + SLOW_MODEL) as server:
+        connections = [server.connect() for _ in range(20)]  # four seconds of work
+        for connection in connections:
+            connection.request("POST", PATH, body(7))
+        wait_until(lambda: server.metric("vitx_queue_depth") > 10)
+        server.process.send_signal(signal.SIGTERM)
+        replies = [connection.getresponse() for connection in connections]
+        told = [(reply.status, json.loads(reply.read()).get("error")) for reply in replies]
+        assert {status for status, _ in told} <= {200, 503}
+        assert (503, "the server is shutting down") in told
+        assert server.process.wait(20) == 0
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+
+
+def test_a_load_does_not_outlive_the_signal(tiny_bundle: Bundle) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS_LOAD, "serve", str(tiny_bundle.path), "--port", "0"], stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+ENDLESS_LOAD = """
+import sys, time
+from vitx.serve.models.loading import Loader
+def warm(self, offer, known=None):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(1000)
+Loader.warm = warm
+from vitx.cli import main
+main()
+"""
 
 
 def test_loading_runs_one_image_and_a_batch(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,14 @@ def test_a_worker_that_is_killed_before_all_are_warm_is_named(tiny_bundle: Bundl
 def test_sigterm_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
         end_under_load(server, signal.SIGTERM, lambda sent: http_client(server, sent), refused=None, clients=8)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_is_the_first_for_each(tiny_bundle: Bundle, number: signal.Signals) -> None:
+    """As Ctrl-C in a terminal, and systemd, send it."""
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        client = partial(http_client, server)
+        end_under_load(server, number, client, refused=None, clients=8, others=workers_of(server))
 
 
 def test_workers_drain_with_their_parent_even_when_it_is_killed(tiny_bundle: Bundle) -> None:

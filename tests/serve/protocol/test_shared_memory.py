@@ -212,6 +212,17 @@ def test_a_name_has_1_to_255_characters(block: shared_memory.SharedMemory, memor
 
 
 @linux_only
+def test_a_key_that_is_not_unicode_is_unknown(memory: SharedMemory) -> None:
+    """Else the status of all regions would hold a text that no reply can carry."""
+    path = Path(os.fsdecode(b"/dev/shm/vitx-\x80"))
+    path.write_bytes(bytes(8))
+    try:
+        assert refusal(memory.register, "a", path.name, 0, 8)[0] == 404
+    finally:
+        path.unlink()
+
+
+@linux_only
 def test_a_write_may_end_with_the_memory_and_must_be_whole(
     block: shared_memory.SharedMemory, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ class GrpcServer:
         try:
             port = add(f"{host}:{port}")
         except RuntimeError as error:
-            remedy = "choose another port with --grpc-port (0: any)"
+            remedy = "choose another --grpc-port (0: any), or write --host as a name or a whole address"
             raise EnvironmentMissing(f"cannot listen on {host} port {port} for gRPC: {remedy}; {error}") from None
         self.address, self.start = f"{host}:{port}", self._server.start
         self.stop = partial(self._server.stop, _GRACE_SECONDS)  # closes the port, and after that every connection

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.callbacks import awaited, read_on_thread, settle, start_kept
-from vitx.serve.errors import RequestError, too_large, unsupported
+from vitx.serve.errors import RequestError, too_large, unavailable, unsupported
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 from vitx.serve.protocol.inflate import WINDOW, inflated
@@ -108,6 +108,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     than all requests may have, 415 for an unknown encoding, 400 for a broken one.
     """
     encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+    transfer = (header(scope, b"transfer-encoding") or "chunked").strip().lower()
+    if transfer not in ("chunked", "identity, chunked"):
+        raise unsupported(f"Transfer-Encoding '{transfer[:80]}' is not offered: expected chunked")
     if encoding not in ("identity", *WINDOW):
         raise unsupported(f"Content-Encoding '{encoding[:80]}' is not offered: expected gzip, deflate or identity")
     declared, reserve = header(scope, b"content-length"), scope[CONNECTION].reserve
@@ -149,9 +152,8 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
     try:
         return await awaited(reply, cancel)
     except asyncio.CancelledError:
-        if connection.lost:
-            raise ClientDisconnect from None
-        raise
+        ended = unavailable("the server is shutting down", "draining")  # it was cancelled at the end of the drain
+        raise (ClientDisconnect() if connection.lost else ended) from None
     finally:
         connection.on_lost = None
 

@@ -65,6 +65,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unparsed = b""  # behind a request that waits for another's reply
         self._received = self._bare = 0  # bytes of the body; and of what is none: of a head, around chunks, of trailers
         self._length: int | None = None  # of the body, if it says so
+        self._incoming: tuple[int, Any] | None = None  # of a request with a cached head, see `HeadCacheProtocol`
         self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._replied = 0.0  # when the last reply was written, time.monotonic()
@@ -280,10 +281,6 @@ class HttpProtocol(HttpToolsProtocol):
         answered = self.cycle is None or self.cycle.response_complete
         return answered and not (self._received or self._bare or self._begun or self._unparsed)
 
-    def may_answer(self) -> bool:
-        """Whether no reply to the request that is being read has started."""
-        return self._in_head or not self.cycle.response_started
-
     def on_body(self, body: bytes) -> None:
         self._received, self._bare = self._received + len(body), 0
         super().on_body(body)
@@ -338,7 +335,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refused, self.cycle.keep_alive = True, False  # the reply that is due ends the connection
             return
         self.slow = True
-        if self.may_answer():
+        if self._in_head or self._incoming is not None or not self.cycle.response_started:
             reply = error_reply(error)
             head = head_of(reply.content_type, len(reply.body), reply.headers, close=True)
             self.transport.write(STATUS_LINE[reply.status] + head + reply.body)

@@ -31,14 +31,13 @@ _UNCACHEABLE = {b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"
 
 
 class HeadCacheProtocol(HttpProtocol):
-    """One connection. A request with a cached head is `_incoming` until its body is complete, then `_replying`."""
+    """One connection. A cached head's request is `_incoming`, (length, answer), until complete, then `_replying`."""
 
     def __init__(self, handlers: dict[bytes, CachedHandler], *args: Any, **options: Any) -> None:
         """`handlers`: those of the server, by the head without its length."""
         super().__init__(*args, **options)
         self.handlers = handlers
         self._head: bytes | None = None  # of the request that is being parsed
-        self._incoming: tuple[int, Answer] | None = None  # the length of the body, and what answers it
         self._pieces: list[bytes] = []
         self._replying = False
         self._close_after_reply = False  # the server shuts down
@@ -122,9 +121,6 @@ class HeadCacheProtocol(HttpProtocol):
 
     def is_idle(self) -> bool:
         return not self._replying and self._incoming is None and super().is_idle()
-
-    def may_answer(self) -> bool:
-        return self._incoming is not None or super().may_answer()
 
     def shutdown(self) -> None:
         """Called by uvicorn when the server shuts down."""

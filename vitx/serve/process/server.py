@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 _KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
 # How long a worker that leaves waits for the next request on each open connection, to answer it and close.
 _LINGER_SECONDS = 2.0
+_EXIT_SECONDS = 10.0  # for what a server does once it has drained
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if sys.platform == "win32" else (signal.SIGHUP, signal.SIGUSR1)))
 _WATCH_SECONDS = 1.0  # between two checks of the bundles on disk
 _METRICS_SECONDS = 1.0  # for each worker's metrics; one that hangs or is gone is left out
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until a signal comes; a worker serves on its parent's socket.
+    """Serve until a signal comes; a worker serves on its parent's socket. What cannot end in time ends the process.
 
     Raises EnvironmentMissing if the port is taken, InputError for a bundle that is broken or has the name of another,
     CheckFailed for one without a passing certificate; all before a model is loaded.
@@ -129,6 +130,8 @@ class Server:
             core.decoder.close()
             for observer in core.observers:
                 await asyncio.to_thread(observer.close)
+        if any(model.stats()["running"] for model in core.models):
+            os._exit(0)  # past the drain's limit: a runtime that computes while the interpreter ends would abort
 
     async def _listen(self, sockets: object) -> None:
         """uvicorn's startup, with `header_seconds` for a TLS handshake: only after it has a connection other limits."""
@@ -189,12 +192,12 @@ class Server:
             signal.signal(number, lambda *received, act=act: loop.call_soon_threadsafe(act, *received))
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._draining is not None:
+        if self._draining is not None and self._link is None:  # a parent kills its workers itself
             log("vitx: stopped by a second signal")
             os._exit(128 + number)  # at once: threads that run a model cannot be interrupted
         if self._link is None:
             log("vitx: draining; a second signal stops at once")
-        self._draining = asyncio.create_task(self._drain())
+        self._draining = self._draining or asyncio.create_task(self._drain())
 
     def _on_parent(self, link: WorkerLink) -> None:
         """Drain: the parent never writes, so its socket is readable when it closed its side or died."""
@@ -235,6 +238,7 @@ class Server:
         except TimeoutError:
             log(f"vitx: {models.active} requests did not finish within {seconds:g} s")
         self._uvicorn.should_exit = True
+        asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 0)  # a load or a canary cannot be interrupted
 
 
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:

@@ -137,7 +137,7 @@ def _open(key: str, region: str) -> int:
         raise _refused(f"{refusal} - invalid shm key {str(key)[:80]!r}: expected a name, which may start with a slash")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(f"{_FOLDER}/{file_name}", flags)
+        return os.open(f"{_FOLDER}/{file_name}".encode(), flags)
     except (FileNotFoundError, UnicodeEncodeError):
         raise _refused(f"unable to open shared memory region '{key[:80]}': it does not exist", status=404) from None
     except PermissionError:
