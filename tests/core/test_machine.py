@@ -2,8 +2,10 @@
 
 import os
 import platform
+import socket
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from gpu_fixture import build_driver
 from vitx.core import machine
+from vitx.core.errors import EnvironmentMissing
 from vitx.core.machine import (
     PACKAGES,
     Gpu,
@@ -195,3 +198,16 @@ def test_flags_are_those_of_the_first_processor(monkeypatch: pytest.MonkeyPatch,
         assert sums_int8_exactly.__wrapped__(path) is known
         path.write_text("flags: a:b avx_vnni\n")
         assert sums_int8_exactly.__wrapped__(path)
+
+
+def test_a_temporary_folder_has_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("x" * 40)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    room = machine._LONGEST_SOCKET_PATH - len(str(folder))
+    path = folder / ("s" * (room - 1))  # and the slash
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    machine.require_socket_folder(room)
+    with pytest.raises(EnvironmentMissing, match=f"is too long for sockets: .* at most {len(str(folder)) - 1} bytes"):
+        machine.require_socket_folder(room + 1)

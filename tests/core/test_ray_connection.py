@@ -76,6 +76,12 @@ def test_a_cluster_that_may_ask_for_a_token_is_told_how(ray: Ray, monkeypatch: p
     assert str(caught.value) == ("no Ray cluster at 'auto': gone. If it asks for Ray's token, set RAY_AUTH_MODE=token")
 
 
+def test_a_socket_whose_path_is_too_long_is_told_how_to_shorten_it(ray: Ray) -> None:
+    ray.fails = OSError("AF_UNIX path length cannot exceed 107 bytes")
+    with pytest.raises(EnvironmentMissing, match="Set RAY_TMPDIR to a folder with a short path"), joined("local"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("address", "place"),
     [

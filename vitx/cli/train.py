@@ -1,7 +1,9 @@
 """`vitx train`: from a recipe to a run folder."""
 
+import os
 import shlex
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +60,11 @@ def command(
 
         after_epoch = analysis_between_epochs(folder, analysis_every, skip_bad=skip_bad, quiet=quiet)
     choices: dict[str, Any] = {"skip_bad": skip_bad, "device": device, "wandb": wandb, "after_epoch": after_epoch}
-    _train(resolved, folder, resume=options.resume, as_json=as_json, quiet=quiet, **choices)
+    again = ["train", resolved.name, "--out", str(folder), "--resume", *["--skip-bad"] * skip_bad]
+    again += [] if device == "auto" else ["--device", device]
+    again += [] if wandb is None else ["--wandb", wandb]
+    again += ["--analysis-every", str(analysis_every)] if analysis_every else []
+    _train(resolved, folder, again, resume=options.resume, as_json=as_json, quiet=quiet, **choices)
 
 
 def _resolved(
@@ -82,16 +88,17 @@ def _resolved(
     return resolved, folder
 
 
-def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, quiet: bool, **choices: Any) -> None:
+def _train(
+    resolved: "Recipe", folder: Path, again: list[str], *, resume: bool, as_json: bool, quiet: bool, **choices: Any
+) -> None:
+    """again: the arguments with which a run that was stopped goes on."""
     from vitx.core.console import log, log_next
     from vitx.train import train
-    from vitx.train.loop.distributed.processes import is_first_process
+    from vitx.train.loop.distributed.processes import is_first_process, launcher
     from vitx.train.loop.interruption import TrainingStopped
 
     prints = is_first_process()
-    again = ["vitx", "train", resolved.name, "--out", str(folder), "--resume", *["--skip-bad"] * choices["skip_bad"]]
-    again += ["--wandb", choices["wandb"]] if choices["wandb"] else []
-    resuming = f"resume with `{shlex.join(again)}`"
+    resuming = f"resume with `{shlex.join([*launcher(), *again])}`"
     try:
         result = train(resolved, folder, resume=resume, quiet=quiet, **choices)
     except TrainingStopped as stopped:
@@ -99,7 +106,8 @@ def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, qui
         raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
     except KeyboardInterrupt:
         log(f"interrupted: {resuming}", quiet=not prints)
-        raise typer.Exit(130) from None
+        sys.stdout.flush()
+        os._exit(130)  # the end of the interpreter would wait for threads that read, and storage may not answer
     if not prints:
         return
     done = len(result.history)

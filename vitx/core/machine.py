@@ -4,10 +4,13 @@ import ctypes
 import os
 import platform
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from vitx.core.errors import EnvironmentMissing
 
 PACKAGES = ("vitx", "torch", "timm", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy", "pillow")
 # ONNX Runtime and OpenVINO choose kernels by these, and their sums differ in the last bits. Linux's names.
@@ -16,6 +19,7 @@ _INSTRUCTION_SETS = (
     *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
 _FLAGS = "flags", "Features"  # the latter are ARM's
+_LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 # cuDeviceGetAttribute's CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 _MAJOR, _MINOR = 75, 76
 
@@ -143,3 +147,13 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def require_socket_folder(name_length: int) -> None:
+    """Raise EnvironmentMissing where a socket in the temporary folder, with a name so long, would have too long a path.
+
+    Who makes one there fails, or waits without end for what was to connect to it.
+    """
+    folder, most = tempfile.gettempdir(), _LONGEST_SOCKET_PATH - name_length
+    if len(os.fsencode(folder)) > most:
+        raise EnvironmentMissing(f"TMPDIR '{folder}' is too long for sockets: set it to a path of at most {most} bytes")

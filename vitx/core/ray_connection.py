@@ -27,10 +27,11 @@ def joined(address: str, *, log_to_driver: bool = True, **local_options: Any) ->
     options = {"include_dashboard": False, **local_options} if address == LOCAL else {}
     try:
         ray.init(address, log_to_driver=log_to_driver, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         # Ray does not say so. `ray start` asks for one where an earlier cluster of this user has left it.
         may_ask = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
         hint = ". If it asks for Ray's token, set RAY_AUTH_MODE=token" if may_ask else ""
+        hint = ". Set RAY_TMPDIR to a folder with a short path" if "AF_UNIX" in str(error) else hint
         raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}{hint}") from None
     try:
         yield

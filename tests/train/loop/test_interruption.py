@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,21 @@ def test_signals_within_a_second_are_one_request_and_a_later_one_interrupts(cloc
     clock.now = 101.01
     with pytest.raises(KeyboardInterrupt):
         request.receive(signal.SIGTERM, None)
+
+
+def test_a_third_signal_ends_what_cannot_unwind(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    request = StopRequest()
+    for seconds, interrupts in ((0.0, False), (2.0, True), (2.5, False)):  # the last is the second one, again
+        clock.now = 100.0 + seconds
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            request.receive(signal.SIGINT, None)
+    assert ended == []
+    clock.now = 104.0
+    with suppress(KeyboardInterrupt):  # which the end of the process leaves no time for
+        request.receive(signal.SIGINT, None)
+    assert ended == [128 + signal.SIGINT]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,3 +335,19 @@ def test_weights_and_biases_that_is_not_installed_is_named(
     assert code == 3
     assert "this needs the package 'wandb', which is not installed" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_that_refuses_is_one_error(
+    vitx: Vitx, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(Exception):
+        pass
+
+    def refuse(**settings: Any) -> None:
+        raise Refused("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Refused, init=refuse))
+    arguments = ("--data", image_folder, "--out", tmp_path / "run", "--set", "epochs=1", *TINY_SETTINGS)
+    code, _, err = vitx("train", "digits-deepvit", *arguments, "--wandb", "project")
+    assert code == 3
+    assert "Weights & Biases: No API key configured; WANDB_MODE=offline needs no key and no network" in err

@@ -288,7 +288,7 @@ def test_a_run_is_opened_in_this_order(
             done.append(("train", given))
             return "result"
 
-    monkeypatch.setattr(module, "require_wandb", lambda: done.append("wandb"))
+    monkeypatch.setattr(module, "require_wandb", lambda project: done.append("wandb"))
     monkeypatch.setattr(module, "fix_cublas_workspace", lambda device: done.append(("cublas", device)))
     monkeypatch.setattr(module, "deterministic_algorithms", lambda enabled: entered(f"deterministic {enabled}", None))
     monkeypatch.setattr(module, "choose_device", lambda device: f"chosen {device}")

@@ -11,6 +11,7 @@ from typing import IO
 from vitx.core.files import write_json
 
 _SUFFIX = ".worker"
+LONGEST_SOCKET = len(f"/vitx-xxxxxxxx/9999-{time.time_ns()}{_SUFFIX}")  # in the temporary folder
 _LOCK = "management.lock"
 _UNLOADED = "unloaded.json"
 

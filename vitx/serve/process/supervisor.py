@@ -22,9 +22,10 @@ from pathlib import Path
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.core.machine import require_socket_folder
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import address_of, claim_port, hold_shared_port, url_of
-from vitx.serve.process.siblings import Siblings
+from vitx.serve.process.siblings import LONGEST_SOCKET, Siblings
 
 ENVIRONMENT = "VITX_WORKER"
 _BEAT_SECONDS = 1.0  # between two signs of life of a worker
@@ -88,6 +89,7 @@ def supervise(options: ServeOptions) -> int:
     """
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
+    require_socket_folder(LONGEST_SOCKET)
     with ExitStack() as held:
         listener, grpc_port = held.enter_context(claim_port(options.host, options.port)), 0
         url = url_of(listener, tls=options.tls_cert is not None)

@@ -1,5 +1,6 @@
-"""Stopping between two steps: the first signal asks training to stop, a second one interrupts it at once."""
+"""Stopping between two steps: the first signal asks training to stop, a second one interrupts it, a third ends it."""
 
+import os
 import signal
 import threading
 import time
@@ -24,12 +25,15 @@ class StopRequest:
     """`signal` is the number of the signal that asked training to stop, 0 before one has."""
 
     def __init__(self) -> None:
-        self.signal, self.received_at = 0, 0.0
+        self.signal, self.received_at, self.interrupted = 0, 0.0, False
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         if not self.signal:
             self.signal, self.received_at = number, time.monotonic()
         elif time.monotonic() - self.received_at > SAME_REQUEST_SECONDS:
+            if self.interrupted:  # what was to unwind waits for something
+                os._exit(128 + number)
+            self.received_at, self.interrupted = time.monotonic(), True
             raise KeyboardInterrupt
 
 

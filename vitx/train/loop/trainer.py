@@ -112,8 +112,7 @@ def train(
     after a SIGTERM or SIGINT, when all is saved.
     """
     folder = RunFolder(out)
-    if wandb is not None:
-        require_wandb()  # before there is a folder
+    require_wandb(wandb)  # before there is a folder
     if recipe.execution.deterministic:
         fix_cublas_workspace(device)  # before `choose_device` may start CUDA
     with (

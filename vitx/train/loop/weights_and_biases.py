@@ -5,15 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vitx.core.errors import missing_package
+from vitx.core.errors import EnvironmentMissing, missing_package
 from vitx.core.files import write_bytes
 from vitx.train.loop.tensorboard import scalars
 
 ID_FILE = "wandb-id"
 
 
-def require_wandb() -> None:
-    """Raise EnvironmentMissing when the package is not installed."""
+def require_wandb(project: str | None) -> None:
+    """Raise EnvironmentMissing when there is a project, and the package is not installed."""
+    if project is None:
+        return
     try:
         import wandb  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError:
@@ -25,16 +27,18 @@ def wandb_writer(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Ca
     """Yield a function that logs the metrics of an epoch; a resumed run continues the same run there.
 
     The package's own settings decide whether anything is sent: WANDB_MODE=offline writes to the disk alone. Raises
-    EnvironmentMissing when the package is not installed.
+    EnvironmentMissing when the package is not installed, or refuses, such as without a key.
     """
-    require_wandb()
+    require_wandb(project)
     import wandb  # type: ignore[import-not-found, unused-ignore]  # installed only by those who want it
 
     path = run / ID_FILE
     run_id = path.read_text() if path.is_file() else None
-    wandb_run = wandb.init(
-        project=project, name=run.resolve().name, dir=run, config=recipe, id=run_id, resume="allow" if run_id else None
-    )
+    settings = {"id": run_id, "resume": "allow" if run_id else None}
+    try:
+        wandb_run = wandb.init(project=project, name=run.resolve().name, dir=run, config=recipe, **settings)
+    except wandb.Error as error:
+        raise EnvironmentMissing(f"Weights & Biases: {error}; WANDB_MODE=offline needs no key and no network") from None
     write_bytes(path, wandb_run.id.encode())
     try:
         yield lambda metrics: wandb_run.log(dict(scalars(metrics)), step=metrics["epoch"])

@@ -19,6 +19,7 @@ from training_jobs import (
     train_one_of,
 )
 from vitx.core.errors import InputError
+from vitx.train.loop.distributed.processes import launcher
 
 SMALL = (*TINY, "epochs=1", "batch_size=32")
 
@@ -77,3 +78,24 @@ def test_fsdp_alone_and_unequal_parts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a batch of 32 images cannot be cut into 3 parts"):
         train_one(recipe_of(*SMALL, "optimizer.accumulate=3"), tmp_path / "run", {})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "started"),
+    [
+        ({}, "vitx"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc-per-node 2 -m vitx"),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+            "torchrun --nnodes 2 --nproc-per-node 4 -m vitx",
+        ),
+    ],
+)
+def test_a_run_is_resumed_as_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], started: str
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert " ".join(launcher()) == started

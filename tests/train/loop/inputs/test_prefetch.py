@@ -1,7 +1,9 @@
 """Batches on the device: the same as those of the host, one ahead, and no thread left behind."""
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
@@ -81,6 +83,26 @@ def test_the_next_result_is_made_while_one_is_used() -> None:
     assert taken[1].wait(10)
     assert not taken[2].is_set(), "no more than one ahead"
     assert list(results) == [10, 20]
+
+
+def test_an_interrupt_does_not_wait_for_storage_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, waits = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        waits.set()
+        answer.wait(60)
+        yield 0
+
+    def interrupted(self: Future[int], timeout: float | None = None) -> int:
+        assert waits.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(one_ahead(str, items()))
+    assert time.monotonic() - started < 20
+    answer.set()
 
 
 def test_breaking_off_and_errors_leave_no_thread() -> None:

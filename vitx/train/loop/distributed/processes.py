@@ -87,6 +87,14 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def launcher() -> list[str]:
+    """What starts `vitx` as this process was started; how nodes find each other is left out."""
+    if "WORLD_SIZE" not in os.environ:
+        return ["vitx"]
+    each, nodes = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    return ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", each, "-m", "vitx"]
+
+
 @contextmanager
 def join_processes(device: torch.device) -> Iterator[Processes]:
     """Join the processes that torchrun started, over gloo on CPUs and NCCL on GPUs; without torchrun yield `ALONE`."""

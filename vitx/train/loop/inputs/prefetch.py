@@ -95,11 +95,18 @@ class Prefetcher:
 def one_ahead(function: Callable[[S], T], items: Iterator[S]) -> Iterator[T]:
     """Like `map`, with the next result computed in a thread while the caller uses this one.
 
-    `items` is read in that thread alone. No result may be None, which stands for the end.
+    `items` is read in that thread alone. No result may be None, which stands for the end. At the end the thread is
+    waited for, but not after a KeyboardInterrupt: storage that does not answer may hold it for ever.
     """
-    results = map(function, items)
-    with ThreadPoolExecutor(1, "prefetch") as thread:
+    results, interrupted = map(function, items), False
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
         future = thread.submit(next, results, None)
         while (result := future.result()) is not None:
             future = thread.submit(next, results, None)
             yield result
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
+    finally:
+        thread.shutdown(wait=not interrupted)

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vitx.core.errors import InputError
+from vitx.core.machine import require_socket_folder
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode, ignore_image_warnings
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.distributed.batch_part import WHOLE_BATCH, BatchPart
@@ -27,6 +28,7 @@ from vitx.train.recipes.image_and_loss_settings import Augmentation
 # Independent streams of random numbers from one seed. These numbers must not change: every result depends on them.
 ORDER, SAMPLE, CUTMIX, WEIGHTS, NETWORK = range(5)
 
+_LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # over which a worker sends the memory of a batch
 BATCHES_AHEAD = 2  # that each worker prepares
 
 
@@ -157,6 +159,7 @@ class TrainingData:
     def _prepared_ahead(self, requests: list[_Request], workers: int) -> Iterator[Any]:
         self._requests[:] = requests  # in place: the loader, whose workers stay alive, keeps this list as its sampler
         if self._loader is None or self._loader.num_workers != workers:
+            require_socket_folder(_LONGEST_SOCKET)
             self._loader = DataLoader(
                 self._dataset,
                 batch_size=None,  # a request is a whole batch already
