@@ -1,6 +1,7 @@
 """Labelled image sets by name or by folder; `open_images` lists the formats."""
 
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 from vitx.core.errors import InputError, unknown_name
@@ -17,9 +18,9 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     a Hugging Face data set; WebDataset shards; one folder a class, of which a fifth is the evaluation split. `data` may
     also be a pattern of shards with {split} in it, or the split.json of a run.
 
-    Raises InputError for another split, when `data` is none of them, when train/ and val/ hold different classes, or
-    when an image of a folder of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in
-    `skipped`.
+    Raises InputError for another split, when `data` is none of them, when train/ and val/ hold different class folders
+    (`open_splits` compares the classes of every form), or when an image of a folder of at most 20,000 cannot be read;
+    with `skip_bad` such images are left out and listed in `skipped`.
     """
     from vitx.data import cifar, hugging_face, webdataset  # each with libraries of its own
 
@@ -44,6 +45,22 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
         return open_flat(root, split, skip_bad=skip_bad)
     # Nothing was recognised: this raises the error that says what a folder must hold.
     return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
+
+
+def open_splits(data: str, *, skip_bad: bool = False) -> tuple[ImageSet, ImageSet]:
+    """The images to train on and those to evaluate on; raise InputError as `open_images`, and for different classes.
+
+    Hugging Face sets and shards name their classes a split each, so a label may mean another class in the other.
+    """
+    train, val = (open_images(data, split, skip_bad=skip_bad) for split in SPLIT_NAMES)
+    for number, names in enumerate(zip_longest(train.class_names, val.class_names)):
+        here, there = (f"'{name}'" if name is not None else "missing" for name in names)
+        if here != there:
+            raise InputError(
+                f"'{data}': class {number} is {here} in train and {there} in val: give both splits the same classes, "
+                "in the same order"
+            )
+    return train, val
 
 
 def has_splits(root: Path) -> bool:

@@ -58,11 +58,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
         monkeypatch.setattr(module, name, call)
 
-    def images(data: str, split: str) -> Any:
-        return SimpleNamespace(skipped=(), class_names=("a", "b"), name=f"{split} of {data}")
+    def images(data: str) -> Any:
+        splits = ("train", "val")
+        return [SimpleNamespace(skipped=(), class_names=("a", "b"), name=f"{split} of {data}") for split in splits]
 
     network = Network()
-    stand_in("open_images", images)
+    stand_in("open_splits", images)
     stand_in("TrainingData", SimpleNamespace(steps=4, batch_size=12))
     stand_in("model_spec", SPEC)
     stand_in("build_network", lambda recipe, spec: network)
@@ -96,7 +97,7 @@ def test_a_trainer_is_built_of_its_recipe(asked: dict[str, list[Any]], skip_bad:
     assert (train.name, val.name) == (f"train of {recipe.data}", f"val of {recipe.data}")
     schedule = {"epochs": 7, "steps": 4}
     expected: dict[str, list[Any]] = {
-        "open_images": [((recipe.data, split), {"skip_bad": skip_bad}) for split in ("train", "val")],
+        "open_splits": [((recipe.data,), {"skip_bad": skip_bad})],
         "TrainingData": [((train, recipe.preprocessing, recipe.augmentation), {"batch_size": 12, "seed": 5})],
         "model_spec": [((recipe, 2), {})],
         "build_network": [((recipe, SPEC), {})],

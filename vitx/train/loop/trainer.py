@@ -21,7 +21,7 @@ from vitx.core.files import staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
 from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, data_of_run
 from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.open import open_splits
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
 from vitx.train.loop.checkpoint import (
@@ -160,8 +160,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
         data = data_of_run(run.path, recipe.data)
-        self.train_images = open_images(data, "train", skip_bad=skip_bad)
-        self.val_images = open_images(data, "val", skip_bad=skip_bad)
+        self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad)
         _log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
             self.train_images,

@@ -12,7 +12,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.run import RunFolder
-from vitx.data.open import open_images
+from vitx.data.open import open_splits
 from vitx.train.loop.network import build_network, load_initial_weights, model_spec
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
@@ -55,9 +55,7 @@ class Study:
                 raise InputError(f"--set {override}: a study has --seeds instead")
         _check_folder(self.out, self.kind)
         self.base = resolve_recipe(self.recipe, data=self.data, overrides=self.overrides)
-        self.train_images, self.val_images = (
-            open_images(self.base.data, split, skip_bad=self.skip_bad) for split in ("train", "val")
-        )
+        self.train_images, self.val_images = open_splits(self.base.data, skip_bad=self.skip_bad)
 
     def trials(self, variants: Sequence[Variant]) -> list[Trial]:
         """A trial for each seed and variant, seed by seed: a stopped study has every row for its first seeds."""

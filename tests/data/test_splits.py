@@ -1,0 +1,61 @@
+"""What is trained on and what is evaluated on: the same classes, no image in both, and no split that is not seen."""
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitx.core.errors import InputError
+from vitx.data.image_set import encode_png
+from vitx.data.open import open_splits
+
+PNG = encode_png(np.zeros((8, 8, 3), np.uint8))
+
+
+def shard(path: Path, labels: tuple[int, ...] = (0, 1)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for label in labels:
+            for name, content in ((f"{label}.png", PNG), (f"{label}.cls", str(label).encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def shards_of_names(root: Path, train: str, val: str) -> Path:
+    for split, names in (("train", train), ("val", val)):
+        shard(root / split / "0.tar", tuple(range(len(names))))
+        (root / split / "classnames.txt").write_text("\n".join(names) + "\n")
+    return root
+
+
+def saved_of_names(root: Path, train: str, val: str) -> Path:
+    datasets = pytest.importorskip("datasets", reason="an optional source")
+    datasets.disable_progress_bars()
+    splits = {}
+    for split, names in (("train", train), ("validation", val)):
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
+        rows = {"image": [{"bytes": PNG, "path": None}] * len(names), "label": list(range(len(names)))}
+        splits[split] = datasets.Dataset.from_dict(rows, features)
+    datasets.DatasetDict(splits).save_to_disk(str(root))
+    return root
+
+
+@pytest.mark.parametrize("write", [shards_of_names, saved_of_names])
+def test_both_splits_have_the_same_classes_in_the_same_order(
+    write: Callable[[Path, str, str], Path], tmp_path: Path
+) -> None:
+    train, val = open_splits(str(write(tmp_path / "same", "abc", "abc")))
+    assert train.class_names == val.class_names == ("a", "b", "c")
+    for number, (names, message) in enumerate(
+        {
+            "acb": "class 1 is 'b' in train and 'c' in val: give both splits the same classes, in the same order",
+            "ab": "class 2 is 'c' in train and missing in val: give",
+            "abcd": "class 3 is missing in train and 'd' in val: give",
+        }.items()
+    ):
+        with pytest.raises(InputError, match=message):
+            open_splits(str(write(tmp_path / f"{number}", "abc", names)))
