@@ -59,3 +59,15 @@ def test_both_splits_have_the_same_classes_in_the_same_order(
     ):
         with pytest.raises(InputError, match=message):
             open_splits(str(write(tmp_path / f"{number}", "abc", names)))
+
+
+@pytest.mark.parametrize("name", ["trainval-0.tar", "festival-train-0.tar", "strain-val-0.tar"])
+def test_a_shard_is_of_one_split(name: str, tmp_path: Path) -> None:
+    for file in (name, "train-9.tar", "val-9.tar"):
+        shard(tmp_path / file)
+    with pytest.raises(
+        InputError, match=rf"^'.*/{name}' is a shard of both splits by its name: give a pattern with \{{split\}} in it$"
+    ):
+        open_splits(str(tmp_path))
+    train, val = open_splits(str(tmp_path / "{split}-*.tar"))
+    assert (train.keys, val.keys) == (("train-9.tar/0", "train-9.tar/1"), ("val-9.tar/0", "val-9.tar/1"))

@@ -61,11 +61,14 @@ def open_shards(data: str, split: Split) -> ImageSet:
 
     Labels are class numbers, in .cls or as "label" in .json; the names are the lines of classnames.txt beside the
     shards, or else the numbers up to the largest of both splits. Raises InputError for a split without shards, a shard
-    that is damaged or compressed, and a sample without image or label.
+    that is damaged, compressed or of both splits, and a sample without image or label.
     """
     shards = find_shards(data, split)
     if not shards:
         raise InputError(f"no {split} shards at '{data}': expected names such as {split}-000.tar, or a pattern")
+    both = {*find_shards(data, "train")} & {*find_shards(data, "val")}
+    if both and "{split}" not in data:  # *train*.tar and *val*.tar find trainval.tar, and retrieval-train.tar
+        raise InputError(f"'{min(both)}' is a shard of both splits by its name: give a pattern with {{split}} in it")
     samples = _index(shards)
     names = _class_names(data, shards[0].parent)
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
