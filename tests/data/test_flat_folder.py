@@ -77,6 +77,9 @@ def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
     [
         ({"cat": 3, "no dogs": 0}, r"has no image of 'no dogs' \(it is empty\): expected .*\.jpg"),
         ({"cat": 3, "[/b]x": 1, "dog": 1}, r"has one image alone of '\[', 'dog': expected two at least"),
+        ({"Train/cat": 3, "Val/cat": 3}, "has 'Train', 'Val', which look like splits: rename them to train and val$"),
+        ({"Testing": 3, "Training": 3}, "has 'Testing', 'Training', which look like splits: rename them"),
+        ({"TEST": 0, "training": 3, "validation": 3}, "has 'TEST', 'training', 'validation', which look like splits"),
         ({"cat": 3}, "has one folder, 'cat': expected one folder of images for each class, two classes at least"),
         ({}, "has no folders: expected one folder of images for each class"),
         ({"train": 3, "val": 3}, r"train is empty: expected one folder of images a class"),

@@ -18,6 +18,8 @@ from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
 SPLIT_FILE = "split.json"
 EVALUATED_SHARE = 0.2
+# What others call splits; folders of these names alone, in capitals or not, are hardly classes.
+_LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 class ImagesOfSplit(Record):
@@ -59,7 +61,8 @@ def is_flat(root: Path) -> bool:
 
 
 def open_flat(root: Path, split: Split, *, skip_bad: bool) -> ImageSet:
-    """One split of a folder of class folders. Raises InputError when it has fewer than two classes, or images of each.
+    """One split of a folder of class folders. Raises InputError when it has fewer than two classes, or images of each,
+    or when all are called like splits.
 
     Which images are for evaluation follows from their names alone: the same on every machine, and in every process.
     """
@@ -99,6 +102,8 @@ def _require_two_of_each(root: Path, classes: tuple[str, ...], counts: list[int]
     if len(classes) < 2:
         found = f"one folder, '{classes[0]}'" if classes else "no folders"
         raise InputError(f"'{root}' has {found}: expected one folder of images for each class, two classes at least")
+    if all(name.lower() in _LIKE_SPLITS for name in classes):
+        raise InputError(f"'{root}' has {quoted(classes)}, which look like splits: rename them to train and val")
     empty = [name for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         kinds = {path.suffix.lower() for path in (root / empty[0]).rglob("*") if path.is_file()}
