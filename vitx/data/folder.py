@@ -27,8 +27,7 @@ def list_images(folder: Path, *, below: bool = True) -> list[Path]:
     entered = [folder.resolve()]
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         inside = Path(place)
-        # Every ext4 volume has a lost+found, which root alone may list.
-        visible = sorted(name for name in folders if below and not name.startswith(".") and name != "lost+found")
+        visible = sorted(name for name in folders if below and _is_shown(name))
         folders[:] = [name for name in visible if _is_new(inside / name, entered)]
         paths = (inside / name for name in names if not name.startswith("."))
         images = (path for path in paths if path.suffix.lower() in EXTENSIONS)
@@ -57,8 +56,13 @@ def split_folder(root: Path, split: Split) -> Path:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted; hidden ones are left out."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """The names of the folders in `folder`, sorted; hidden ones, and a volume's lost+found, are left out."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_shown(path.name))
+
+
+def _is_shown(name: str) -> bool:
+    """Whether the folder `name` may hold images: every ext4 volume has a lost+found, which root alone may list."""
+    return not name.startswith(".") and name != "lost+found"
 
 
 def class_names_in(root: Path) -> tuple[str, ...]:
