@@ -71,3 +71,14 @@ def test_a_shard_is_of_one_split(name: str, tmp_path: Path) -> None:
         open_splits(str(tmp_path))
     train, val = open_splits(str(tmp_path / "{split}-*.tar"))
     assert (train.keys, val.keys) == (("train-9.tar/0", "train-9.tar/1"), ("val-9.tar/0", "val-9.tar/1"))
+
+
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    for folder in (tmp_path / "beside", tmp_path / "inside" / "train", tmp_path / "inside" / "val"):
+        for name in ("train-0.tar", "val-0.tar"):
+            shard(folder / name)
+            (folder / f"._{name}").write_bytes(b"of macOS")
+        (folder / ".ipynb_checkpoints").mkdir()
+    for data in ("beside", "beside/*{split}-*.tar", "inside"):
+        train, val = open_splits(str(tmp_path / data))
+        assert len(train) == len(val) == (4 if data == "inside" else 2)

@@ -152,10 +152,15 @@ def test_a_folder_of_classes_comes_before_all_else(tmp_path: Path) -> None:
     assert is_hugging_face(tmp_path)
     (tmp_path / "dataset_dict.json").unlink()
     assert not is_hugging_face(tmp_path)
-    for name in ("x.parquet", "data/x.parquet"):
-        (tmp_path / "data").mkdir(exist_ok=True)
+    for name, counts in {
+        "x.parquet": True,
+        "data/x.parquet": True,
+        "data/._x.parquet": False,
+        ".x/x.parquet": False,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        assert is_hugging_face(tmp_path)
+        assert is_hugging_face(tmp_path) is counts
         (tmp_path / name).unlink()
 
 

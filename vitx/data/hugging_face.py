@@ -30,7 +30,10 @@ class RowReader:
 
 
 def is_hugging_face(root: Path) -> bool:
-    return (root / "dataset_dict.json").is_file() or any(root.glob("*.parquet")) or any(root.glob("*/*.parquet"))
+    """Whether `root` was written by `save_to_disk`, or holds Parquet files that are not hidden."""
+    found = (path.relative_to(root) for pattern in ("*.parquet", "*/*.parquet") for path in root.glob(pattern))
+    shown = (not any(part.startswith(".") for part in path.parts) for path in found)
+    return (root / "dataset_dict.json").is_file() or any(shown)
 
 
 def open_hugging_face(root: Path, split: Split) -> ImageSet:

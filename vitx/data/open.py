@@ -7,7 +7,7 @@ from pathlib import Path
 from vitx.core.errors import InputError, unknown_name
 from vitx.data.digits import open_digits
 from vitx.data.flat_folder import is_flat, is_split_file, open_flat, open_split_file
-from vitx.data.folder import class_names_in, list_images, open_folder, split_folder
+from vitx.data.folder import class_names_in, folders_in, list_images, open_folder, split_folder
 from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 
 
@@ -33,7 +33,7 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     if is_split_file(data):
         return open_split_file(Path(data), split)
     root = folder_of(data)
-    if any(path.is_dir() for path in (root / "train").glob("*")):
+    if (root / "train").is_dir() and folders_in(root / "train"):
         return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
     if (folder := cifar.find_folder(root)) is not None:
         return cifar.open_cifar(folder, split)

@@ -44,15 +44,18 @@ class _Sample(NamedTuple):
 
 
 def find_shards(data: str, split: Split) -> tuple[Path, ...]:
-    """The shards of a split: by a pattern with {split} in it, or in the folder `data` as SPLIT/*.tar or *SPLIT*.tar."""
+    """The shards of a split: by a pattern with {split} in it, or in the folder `data` as SPLIT/*.tar or *SPLIT*.tar.
+
+    Hidden files are left out: macOS writes a ._train-000.tar beside each file that it copies.
+    """
     for name in SPLIT_NAMES[split]:
         if "{split}" in data:
             pattern = Path(data.replace("{split}", name))
             found = sorted(pattern.parent.glob(pattern.name))
         else:
             found = sorted([*Path(data).glob(f"{name}/*.tar"), *Path(data).glob(f"*{name}*.tar")])
-        if found:
-            return tuple(found)
+        if shown := tuple(path for path in found if not path.name.startswith(".")):
+            return shown
     return ()
 
 

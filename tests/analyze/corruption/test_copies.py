@@ -64,6 +64,8 @@ def test_cifar_c(cifar_c: Path) -> None:
 
 
 def test_imagenet_c_in_folders_of_groups(imagenet_c: Path) -> None:
+    for hidden in (".ipynb_checkpoints/zoom_blur", "blur/zoom_blur/1/.ipynb_checkpoints"):
+        (imagenet_c / hidden).mkdir(parents=True)
     copies = open_corrupted_copies(imagenet_c, class_names=("n00", "n02", "n01"))
     assert copies.corruptions == ("shot_noise", "zoom_blur")
     assert copies.open("zoom_blur", 1).labels.tolist() == [2, 2, 2, 1, 1, 1]

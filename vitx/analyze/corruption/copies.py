@@ -13,7 +13,7 @@ from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes
 from vitx.data.cifar import PngReader
-from vitx.data.folder import list_images
+from vitx.data.folder import folders_in, list_images
 from vitx.data.image_set import ImageSet
 
 
@@ -48,7 +48,7 @@ class CorruptedCopies:
     def _from_folder(self, path: Path, severity: int) -> ImageSet:
         """ImageNet-C: path/SEVERITY/CLASS/image."""
         folder = path / str(severity)
-        found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        found = folders_in(folder) if folder.is_dir() else []
         if not found:
             raise InputError(f"{folder} has no folders of images, one a class: unpack the copies again")
         names = self.class_names or tuple(found)
@@ -76,7 +76,8 @@ def open_corrupted_copies(folder: Path, class_names: Sequence[str] | None = None
     """
     paths = {}
     for name in CORRUPTIONS:
-        candidates = [folder / f"{name}.npy", folder / name, *sorted(folder.glob(f"*/{name}"))]
+        grouped = sorted(path for path in folder.glob(f"*/{name}") if not path.parent.name.startswith("."))
+        candidates = [folder / f"{name}.npy", folder / name, *grouped]
         found = next((path for path in candidates if (path.is_file() if path.suffix else path.is_dir())), None)
         if found is not None:
             paths[name] = found
