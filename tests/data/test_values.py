@@ -114,6 +114,17 @@ def test_hidden_folders_and_files_are_no_classes(tmp_path: Path) -> None:
         class_names_in(tmp_path)
 
 
+def test_a_class_in_two_unicode_forms(tmp_path: Path) -> None:
+    """macOS wrote é as two characters, e and an accent: the names look the same."""
+    for folder in ("train/caf\u00e9", "val/cafe\u0301"):
+        (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(
+        InputError,
+        match=r"val has 'caf\u00e9', but spelled in another Unicode form \(NFC or NFD\) than in .*train: rename",
+    ):
+        class_names_in(tmp_path)
+
+
 def test_many_names_are_cut(tmp_path: Path) -> None:
     names = tuple("abcdefgh")
     for name in names:

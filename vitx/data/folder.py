@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 
@@ -78,6 +79,12 @@ def class_names_in(root: Path) -> tuple[str, ...]:
             raise InputError(f"{folder} is empty: expected one folder of images a class")
     for here, there in ((train, val), (val, train)):
         missing = sorted({*folders_in(here)} - {*folders_in(there)})
+        composed = {normalize("NFC", name) for name in folders_in(there)}
+        if twins := [name for name in missing if normalize("NFC", name) in composed]:
+            raise InputError(
+                f"{there} has {quoted(twins)}, but spelled in another Unicode form (NFC or NFD) than in {here}: rename "
+                "one of the two folders"
+            )
         if missing:
             raise InputError(
                 f"{there} has no folder for {quoted(missing)}, which {here} has: add it there, or remove it here"
