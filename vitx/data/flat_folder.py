@@ -85,7 +85,8 @@ def open_split_file(path: Path, split: Split) -> ImageSet:
     missing = [str(file) for file in paths if not file.is_file()]
     if missing:
         raise InputError(
-            f"{quoted(missing)} of {path} cannot be found: put the images back, or give others with --data"
+            f"{quoted(missing)} of {path} cannot be found: put the images back, or use other data: with vitx train in "
+            "another --out, else with --data"
         )
     labels = np.array([numbers[name.partition("/")[0]] for name in part.images], np.int64)
     return ImageSet(str(path), kept.class_names, part.images, labels, FileReader(paths), part.skipped)
