@@ -82,3 +82,18 @@ def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
     for data in ("beside", "beside/*{split}-*.tar", "inside"):
         train, val = open_splits(str(tmp_path / data))
         assert len(train) == len(val) == (4 if data == "inside" else 2)
+
+
+def test_names_of_classes_are_lines(tmp_path: Path) -> None:
+    for name in ("train-0.tar", "val-0.tar"):
+        shard(tmp_path / name)
+    names = tmp_path / "classnames.txt"
+    for content in ("a cat\ndog", "a cat\ndog\n", "a cat\r\ndog\r\n \r\n\r\n", "\ufeffa cat\ndog\n\n"):
+        names.write_bytes(content.encode())
+        assert open_splits(str(tmp_path))[0].class_names == ("a cat", "dog")
+    names.write_text("crane\ncrane\n")
+    assert open_splits(str(tmp_path))[0].class_names == ("crane", "crane")
+    for content, line in (("a\n \nb\n", 2), ("\na\nb", 1), ("\n", 1), ("", 1)):
+        names.write_text(content)
+        with pytest.raises(InputError, match=rf"classnames\.txt names no class in line {line}: expected one name"):
+            open_splits(str(tmp_path))
