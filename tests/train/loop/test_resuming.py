@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from training_jobs import recipe_of
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder
+from vitx.data.image_set import ImageSet
 from vitx.train.loop.distributed.processes import ALONE, Processes
+from vitx.train.loop.environment import RunEnvironment
 from vitx.train.loop.resuming import changed_settings, check_processes_agree, check_run_folder
 
 
@@ -107,3 +111,18 @@ def test_processes_that_differ_are_told_in_what(tmp_path: Path, monkeypatch: pyt
     assert str(error.value) == (
         f"the processes do not see the same checkpoints in '{tmp_path}': --out must be on storage that all nodes share"
     )
+
+
+def seen(*keys: str, skipped: tuple[str, ...] = ()) -> RunEnvironment:
+    images = ImageSet("photos", ("a", "b"), keys, np.zeros(len(keys), np.int64), lambda index: b"", skipped)
+    return RunEnvironment.now(torch.device("cpu"), images, images)
+
+
+def test_what_was_left_out_may_change_its_words() -> None:
+    """A skipped image is noted by its whole path, and by the reason that this version of Pillow gives."""
+    begun = seen("a/0.png", "b/0.png", skipped=("/old/a/1.png: truncated",))
+    begun.check_same_data(seen("a/0.png", "b/0.png", skipped=("/new/a/1.png: image file is truncated",)))
+    message = r"the train images changed since the run began \(2 then, {} now\): restore them, or train into another"
+    for keys in (("a/0.png", "b/1.png"), ("a/0.png",)):
+        with pytest.raises(InputError, match=message.format(len(keys))):
+            begun.check_same_data(seen(*keys, skipped=("/old/a/1.png: truncated",)))

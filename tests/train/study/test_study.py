@@ -253,6 +253,7 @@ def test_finished_runs_are_kept_and_other_ones_refused(vitx: Vitx, tmp_path: Pat
     assert (study.out / "study.png").read_bytes().startswith(b"\x89PNG")
     assert [row.name for row in result.rows] == ["1-plain", "1-talking-heads", "1-re-attention"]
     assert (result.classes, result.images) == (3, {"train": 18, "val": 6})
+    (image_folder / "train" / "beside.png").touch()  # another image that is left out
     code, printed, _ = vitx(*command)
     assert code == 0
     assert "re-attention" in printed

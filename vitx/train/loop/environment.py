@@ -33,6 +33,10 @@ class DataRecord(Record):
             hasher.update(f"{key}\0{label}\0".encode())
         return cls(images=len(images), skipped=images.skipped, names_sha256=hasher.hexdigest())
 
+    def same_images(self, other: "DataRecord") -> bool:
+        """Whether both are of the same names and labels; `skipped` has whole paths, and the words of Pillow."""
+        return (self.images, self.names_sha256) == (other.images, other.names_sha256)
+
 
 class RunEnvironment(Record):
     """What a result depends on beside the recipe."""
@@ -77,7 +81,7 @@ class RunEnvironment(Record):
         """Raise InputError when a split changed since the run began."""
         for split, record in self.data.items():
             found = other.data[split]
-            if found != record:
+            if not record.same_images(found):
                 raise InputError(
                     f"the {split} images changed since the run began ({record.images} then, {found.images} now): "
                     "restore them, or train into another --out"

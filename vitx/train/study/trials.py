@@ -70,7 +70,8 @@ class Trial:
         begun = RunEnvironment.read(folder)
         classes = RunFolder(folder).info.class_names
         found = {"train": DataRecord.of(train), "val": DataRecord.of(val)}
-        if classes != train.class_names or begun.data != found:
+        same = all(begun.data[split].same_images(record) for split, record in found.items())
+        if classes != train.class_names or not same:
             raise InputError(
                 f"cannot go on with '{folder}': it was begun on {begun.data['train'].images} images of {len(classes)} "
                 f"classes, and '{train.name}' has other ones ({len(train)} of {len(train.class_names)}); choose "
