@@ -116,7 +116,9 @@ def test_a_schedule_that_timm_does_not_take_is_refused() -> None:
         ("step", {"decay_epochs": 1, "decay_rate": 0.5}, ""),
         ("cosine", {"decay_rate": 0.5}, "decay_rate"),
         ("cosine", {"cycle_decay": 0.5}, "cycle_decay"),
-        ("cosine", {"cycle_decay": 0.5, "cycle_limit": 2}, ""),
+        *((name, {"cycle_limit": 2}, "cycle_limit") for name in ("cosine", "tanh", "poly")),
+        ("cosine", {"cycle_mul": 2.0}, "cycle_mul"),
+        ("cosine", {"k_decay": 1.0}, ""),
         ("cosine", {"noise_pct": 0.5}, "noise_pct"),
         ("cosine", {"noise_pct": 0.5, "noise": 0.5}, ""),
         ("step", {"cycle_limit": 2}, "cycle_limit"),
@@ -133,6 +135,22 @@ def test_an_argument_that_the_schedule_does_not_heed_is_refused(name: Any, given
         InputError, match=rf"^schedule\.kwargs\.{refused} has no effect with schedule\.name={name}, which"
     ):
         build_schedule(optimizer, schedule, epochs=2, steps=3)
+
+
+@pytest.mark.parametrize("name", ["constant", "step", "multistep", "cosine", "wsd"])
+@pytest.mark.parametrize("setting", ["min_lr", "cooldown_epochs"])
+def test_the_end_of_a_schedule_that_has_none_is_refused(name: Any, setting: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = Schedule.model_validate({"name": name, setting: 0.25})
+    if name in ("cosine", "wsd"):
+        build_schedule(optimizer, schedule, epochs=2, steps=3)
+        return
+    with pytest.raises(InputError) as refused:
+        build_schedule(optimizer, schedule, epochs=2, steps=3)
+    assert str(refused.value) == (
+        f"schedule.{setting}=0.25 has no effect with schedule.name={name}, which does not end at min_lr: set "
+        f"schedule.{setting}=0"
+    )
 
 
 def test_what_timm_only_warns_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,18 +22,20 @@ KEEPS_LISTS = "kron"
 GROUP_COUNTERS = ("step", "lookahead_step")
 
 
-# What each schedule of timm heeds among the arguments of `create_scheduler_v2`, beside `noise`.
+# What each schedule of timm heeds among the arguments of `create_scheduler_v2`, beside `noise`. A run is one cycle:
+# with cycle_limit another would begin where the cool-down is.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "cosine": ("cycle_limit", "k_decay"),
-    "tanh": ("cycle_limit",),
-    "poly": ("cycle_limit", "k_decay", "decay_rate"),
+    "cosine": ("k_decay",),
+    "tanh": (),
+    "poly": ("k_decay", "decay_rate"),
     "step": ("decay_epochs", "decay_rate"),
     "multistep": ("decay_milestones", "decay_rate"),
     "wsd": ("decay_epochs", "decay_fn"),
     "rsqrt": ("decay_epochs", "decay_fn", "stable_timescale"),
     "constant": (),
 }
-_OF_NOISE, _OF_CYCLES = {"noise_pct", "noise_std", "noise_seed"}, {"cycle_mul", "cycle_decay"}
+_OF_NOISE = {"noise_pct", "noise_std", "noise_seed"}
+_WITHOUT_END = ("constant", "step", "multistep")  # they fall by factors, if at all, and stay where they are
 
 
 class OptimizerState(NamedTuple):
@@ -119,9 +121,14 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
 
 def _refuse_without_effect(settings: Schedule) -> None:
     """timm takes the arguments of every schedule for each, and drops those that are of another."""
+    for name in ("min_lr", "cooldown_epochs"):
+        if settings.name in _WITHOUT_END and getattr(settings, name):
+            raise InputError(
+                f"schedule.{name}={getattr(settings, name):g} has no effect with schedule.name={settings.name}, which "
+                f"does not end at min_lr: set schedule.{name}=0"
+            )
     heeded = {"noise", *_ARGUMENTS[settings.name]}
     heeded |= _OF_NOISE if settings.kwargs.get("noise") is not None else set()
-    heeded |= _OF_CYCLES if "cycle_limit" in heeded & settings.kwargs.keys() else set()
     for name in settings.kwargs:
         if name not in heeded:
             raise InputError(

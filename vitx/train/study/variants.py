@@ -117,8 +117,8 @@ def finetune_variants(recipe: Recipe) -> list[Variant]:
     size = 16 * round(recipe.preprocessing.image_size * 12 / 7 / 16)
     rate = recipe.optimizer.lr / 100
     common = (f"preprocessing.image_size={size}", f"optimizer.lr={rate:g}", "optimizer.weight_decay=1e-8")
-    # The schedule ends where it begins, whatever lr_base_size makes of the rate.
-    constant = (*common, "schedule.name=constant", "schedule.min_lr=0")
+    # A constant rate has no end, at which a recipe may stay for some epochs.
+    constant = (*common, "schedule.name=constant", "schedule.min_lr=0", "schedule.cooldown_epochs=0")
     on = ("losses.contrastive=1", "losses.mixing=1", "losses.cosine=0")
     return [
         Variant(f"{size}px-{name}", (*constant, *overrides), {"image size": size, "losses": factor}, published)
