@@ -9,7 +9,7 @@ from PIL import Image
 from scipy import ndimage
 from sklearn.datasets import load_sample_image
 
-from vitx.analyze.corruption.blurs import blur_along, zoomed
+from vitx.analyze.corruption.blurs import blur_along, zoom_factors, zoomed
 from vitx.analyze.corruption.constants import CORRUPTIONS, strength
 from vitx.analyze.corruption.synthesis import SEVERITIES, corrupt
 from vitx.analyze.corruption.weather import plasma
@@ -142,7 +142,15 @@ def test_the_widest_disks_brighten_as_the_authors_do(severity: int, factor: floa
 def test_zooms_are_numpys_ranges_of_the_authors(side: int, first: float) -> None:
     for severity in SEVERITIES:
         (count, step), _ = strength("zoom_blur", severity, side)
-        assert count == len(np.arange(1, round(first + 0.05 * (severity - 1), 2), step))
+        expected = np.arange(1, round(first + 0.05 * (severity - 1), 2), step)
+        assert zoom_factors(int(count), step) == expected.tolist()
+
+
+def test_a_zoom_that_numpy_rounds_up_has_a_pixel_more() -> None:
+    """The last factor of severity 5 at 32 px: 26 pixels become 33, of which the first 32 are kept."""
+    columns = np.tile(np.arange(32.0)[:, None, None], (1, 32, 3))
+    top = zoomed(columns, zoom_factors(26, 0.01)[25])[:, 0, 0]
+    np.testing.assert_allclose(top, 3 + np.arange(32) * 25 / 32)
 
 
 def test_defocus_spreads_a_point_over_a_disk() -> None:

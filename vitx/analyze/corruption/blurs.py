@@ -89,9 +89,19 @@ def blur_along(image: Float64Array, radius: float, sigma: float, degrees: float)
 
 def zoom_blur(image: Float64Array, strength: Strength, _scale: float, _rng: np.random.Generator) -> Float64Array:
     """The mean of the image and of enlargements of its centre."""
-    zooms, step = int(strength[0]), strength[1]
-    total = image + sum(zoomed(image, 1 + step * number) for number in range(zooms))
-    return np.asarray(total / (zooms + 1))
+    factors = zoom_factors(int(strength[0]), strength[1])
+    total = image + sum(zoomed(image, factor) for factor in factors)
+    return np.asarray(total / (len(factors) + 1))
+
+
+def zoom_factors(zooms: int, step: float) -> list[float]:
+    """`zooms` factors from 1 on, to the bit those of the authors' np.arange(1, end, step).
+
+    It takes the difference of the first two for the step: the 26th of 0.01 is 1.2500000000000002, by which 26 pixels
+    become 33, and by 1.25 they become 32.
+    """
+    delta = (1 + step) - 1
+    return [1 + delta * number for number in range(zooms)]
 
 
 def zoomed(image: Float64Array, factor: float) -> Float64Array:
