@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import encode_png
 from vitx.data.open import open_splits
 
@@ -97,3 +98,23 @@ def test_names_of_classes_are_lines(tmp_path: Path) -> None:
         names.write_text(content)
         with pytest.raises(InputError, match=rf"classnames\.txt names no class in line {line}: expected one name"):
             open_splits(str(tmp_path))
+
+
+@pytest.mark.parametrize("splits", [("train", "val"), ("",)])
+def test_an_image_too_thin_to_be_resized_is_found_before_training(splits: tuple[str, ...], tmp_path: Path) -> None:
+    for path in [
+        tmp_path / split / name / f"{number}.png" for split in splits for name in "ab" for number in range(10)
+    ]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(PNG)
+    before = open_splits(str(tmp_path), check_size=Preprocessing(image_size=96).check_size)
+    for images in before:
+        path = tmp_path / (splits[0] and ("train", "val")[images is before[1]]) / images.keys[0]
+        path.write_bytes(encode_png(np.zeros((6000, 6, 3), np.uint8)))
+        with pytest.raises(InputError, match=rf"{path}: image of 6×6000 pixels: too thin to be .*, or pass --skip-bad"):
+            open_splits(str(tmp_path), check_size=Preprocessing(image_size=96).check_size)
+        opened = open_splits(str(tmp_path), check_size=Preprocessing(image_size=8).check_size)
+        assert [each.keys for each in opened] == [each.keys for each in before]
+        opened = open_splits(str(tmp_path), skip_bad=True, check_size=Preprocessing(image_size=96).check_size)
+        assert [len(each.skipped) for each in opened] == [int(each is images) for each in before]
+        path.write_bytes(PNG)

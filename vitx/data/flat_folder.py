@@ -13,7 +13,7 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
-from vitx.data.folder import FileReader, beside_classes, folders_in, list_images, quoted, readable_images
+from vitx.data.folder import CheckSize, FileReader, beside_classes, folders_in, list_images, quoted, readable_images
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
 SPLIT_FILE = "split.json"
@@ -60,7 +60,7 @@ def is_flat(root: Path) -> bool:
     return bool({*folders_in(root)} - of_splits) or not folders_in(root)
 
 
-def open_flat(root: Path, split: Split, *, skip_bad: bool) -> ImageSet:
+def open_flat(root: Path, split: Split, *, skip_bad: bool, check_size: CheckSize | None = None) -> ImageSet:
     """One split of a folder of class folders. Raises InputError when it has fewer than two classes, or images of each,
     or when all are called like splits.
 
@@ -71,7 +71,10 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool) -> ImageSet:
     _require_two_of_each(root, classes, [len(paths) for paths in images])
     chosen = [(path, label) for label, paths in enumerate(images) for path in _of_split(root, paths, split)]
     beside = beside_classes(root) if split == "train" else []  # said once
-    return replace(readable_images(root, classes, chosen, beside, name=str(root), skip_bad=skip_bad), by_hash=True)
+    images_of_split = readable_images(
+        root, classes, chosen, beside, name=str(root), skip_bad=skip_bad, check_size=check_size
+    )
+    return replace(images_of_split, by_hash=True)
 
 
 def open_split_file(path: Path, split: Split) -> ImageSet:

@@ -1,10 +1,10 @@
 """A folder with train/ and val/, each with one folder of images a class."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from unicodedata import normalize
 
@@ -16,6 +16,8 @@ from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split, read_p
 
 # Up to so many images are decoded before a run begins, to find unreadable ones; with more that would take too long.
 CHECKED_IMAGES = 20_000
+# Called with width and height; raises ImageError. That of `Preprocessing` refuses what is too thin to be resized.
+CheckSize = Callable[[int, int], object]
 
 
 def list_images(folder: Path, *, below: bool = True) -> list[Path]:
@@ -98,11 +100,14 @@ def quoted(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
+def open_folder(
+    folder: Path, class_names: tuple[str, ...], *, skip_bad: bool, check_size: CheckSize | None = None
+) -> ImageSet:
     """The images of one split, a folder a class; `skip_bad` leaves out what cannot be read (see `open_images`)."""
     found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
     beside = beside_classes(folder)
-    return readable_images(folder, class_names, found, beside, name=str(folder.parent), skip_bad=skip_bad)
+    name = str(folder.parent)
+    return readable_images(folder, class_names, found, beside, name=name, skip_bad=skip_bad, check_size=check_size)
 
 
 def beside_classes(folder: Path) -> list[str]:
@@ -118,11 +123,12 @@ def readable_images(
     *,
     name: str,
     skip_bad: bool,
+    check_size: CheckSize | None,
 ) -> ImageSet:
     """Those images `found` in `folder`, each with its class number, that can be read; beside: of `beside_classes`."""
     checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
-        problems = list(pool.map(_why_unreadable, checked)) or [None] * len(found)
+        problems = list(pool.map(partial(_why_unreadable, check_size), checked)) or [None] * len(found)
     bad = [f"{path}: {problem}" for (path, _), problem in zip(found, problems, strict=True) if problem]
     if bad and not skip_bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -153,18 +159,26 @@ class FileReader:
         return read_piece(self.paths[index])
 
 
-def _why_unreadable(path: Path) -> str | None:
+def _why_unreadable(check_size: CheckSize | None, path: Path) -> str | None:
     try:
         state = path.stat()
     except OSError as error:  # it went away since the folder was listed
         return str(error)
-    return _why_unreadable_now(path, state.st_size, state.st_mtime_ns)
-
-
-@lru_cache(maxsize=2 * CHECKED_IMAGES)  # a run opens its images more than once, and this decodes them all
-def _why_unreadable_now(path: Path, size: int, changed: int) -> str | None:
+    found = _upright_size(path, state.st_size, state.st_mtime_ns)
+    if isinstance(found, str):
+        return found
     try:
-        decode(path)
+        if check_size is not None:
+            check_size(*found)
     except ImageError as error:
         return str(error)
     return None
+
+
+@lru_cache(maxsize=2 * CHECKED_IMAGES)  # a run opens its images more than once, and this decodes them all
+def _upright_size(path: Path, size: int, changed: int) -> tuple[int, int] | str:
+    """Width and height, or why it cannot be read."""
+    try:
+        return decode(path).size
+    except ImageError as error:
+        return str(error)

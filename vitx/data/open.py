@@ -7,11 +7,11 @@ from pathlib import Path
 from vitx.core.errors import InputError, unknown_name
 from vitx.data.digits import open_digits
 from vitx.data.flat_folder import is_flat, is_split_file, open_flat, open_split_file
-from vitx.data.folder import class_names_in, folders_in, list_images, open_folder, split_folder
+from vitx.data.folder import CheckSize, class_names_in, folders_in, list_images, open_folder, split_folder
 from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 
 
-def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
+def open_images(data: str, split: Split, *, skip_bad: bool = False, check_size: CheckSize | None = None) -> ImageSet:
     """Open one split of a named set ("digits", "imagenet", …) or of what lies at the path `data`.
 
     In a path are recognised, in this order: train/ and val/, each with one folder of images a class; CIFAR's own files;
@@ -19,8 +19,8 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     also be a pattern of shards with {split} in it, or the split.json of a run.
 
     Raises InputError for another split, when `data` is none of them, when train/ and val/ hold different class folders
-    (`open_splits` compares the classes of every form), or when an image of a folder of at most 20,000 cannot be read;
-    with `skip_bad` such images are left out and listed in `skipped`.
+    (`open_splits` compares the classes of every form), or when an image of a folder of at most 20,000 cannot be read
+    or does not pass `check_size`; with `skip_bad` such images are left out and listed in `skipped`.
     """
     from vitx.data import cifar, hugging_face, webdataset  # each with libraries of its own
 
@@ -34,7 +34,7 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
         return open_split_file(Path(data), split)
     root = folder_of(data)
     if (root / "train").is_dir() and folders_in(root / "train"):
-        return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
+        return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad, check_size=check_size)
     if (folder := cifar.find_folder(root)) is not None:
         return cifar.open_cifar(folder, split)
     if hugging_face.is_hugging_face(root):
@@ -42,17 +42,17 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     if any(webdataset.find_shards(str(root), name) for name in SPLIT_NAMES):
         return webdataset.open_shards(str(root), split)
     if is_flat(root):
-        return open_flat(root, split, skip_bad=skip_bad)
+        return open_flat(root, split, skip_bad=skip_bad, check_size=check_size)
     # Nothing was recognised: this raises the error that says what a folder must hold.
-    return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
+    return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad, check_size=check_size)
 
 
-def open_splits(data: str, *, skip_bad: bool = False) -> tuple[ImageSet, ImageSet]:
+def open_splits(data: str, *, skip_bad: bool = False, check_size: CheckSize | None = None) -> tuple[ImageSet, ImageSet]:
     """The images to train on and those to evaluate on; raise InputError as `open_images`, and for different classes.
 
     Hugging Face sets and shards name their classes a split each, so a label may mean another class in the other.
     """
-    train, val = (open_images(data, split, skip_bad=skip_bad) for split in SPLIT_NAMES)
+    train, val = (open_images(data, split, skip_bad=skip_bad, check_size=check_size) for split in SPLIT_NAMES)
     for number, names in enumerate(zip_longest(train.class_names, val.class_names)):
         here, there = (f"'{name}'" if name is not None else "missing" for name in names)
         if here != there:

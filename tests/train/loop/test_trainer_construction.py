@@ -97,7 +97,7 @@ def test_a_trainer_is_built_of_its_recipe(asked: dict[str, list[Any]], skip_bad:
     assert (train.name, val.name) == (f"train of {recipe.data}", f"val of {recipe.data}")
     schedule = {"epochs": 7, "steps": 4}
     expected: dict[str, list[Any]] = {
-        "open_splits": [((recipe.data,), {"skip_bad": skip_bad})],
+        "open_splits": [((recipe.data,), {"skip_bad": skip_bad, "check_size": recipe.preprocessing.check_size})],
         "TrainingData": [((train, recipe.preprocessing, recipe.augmentation), {"batch_size": 12, "seed": 5})],
         "model_spec": [((recipe, 2), {})],
         "build_network": [((recipe, SPEC), {})],

@@ -160,7 +160,8 @@ class Trainer:
     ) -> None:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
         data = data_of_run(run.path, recipe.data)
-        self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad)
+        check_size = recipe.preprocessing.check_size
+        self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad, check_size=check_size)
         _log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
             self.train_images,

@@ -55,7 +55,9 @@ class Study:
                 raise InputError(f"--set {override}: a study has --seeds instead")
         _check_folder(self.out, self.kind)
         self.base = resolve_recipe(self.recipe, data=self.data, overrides=self.overrides)
-        self.train_images, self.val_images = open_splits(self.base.data, skip_bad=self.skip_bad)
+        self.train_images, self.val_images = open_splits(
+            self.base.data, skip_bad=self.skip_bad, check_size=self.base.preprocessing.check_size
+        )
 
     def trials(self, variants: Sequence[Variant]) -> list[Trial]:
         """A trial for each seed and variant, seed by seed: a stopped study has every row for its first seeds."""
