@@ -70,8 +70,10 @@ def open_shards(data: str, split: Split) -> ImageSet:
     if not shards:
         raise InputError(f"no {split} shards at '{data}': expected names such as {split}-000.tar, or a pattern")
     both = {*find_shards(data, "train")} & {*find_shards(data, "val")}
-    if both and "{split}" not in data:  # *train*.tar and *val*.tar find trainval.tar, and retrieval-train.tar
-        raise InputError(f"'{min(both)}' is a shard of both splits by its name: give a pattern with {{split}} in it")
+    if both:  # *train*.tar and *val*.tar find trainval.tar, and retrieval-train.tar
+        raise InputError(
+            f"'{min(both)}' is a shard of both splits by its name: give a pattern with {{split}} in it that finds it once"
+        )
     samples = _index(shards)
     names = _class_names(data, shards[0].parent)
     labels = np.array([sample.label for sample in samples], dtype=np.int64)

@@ -121,12 +121,12 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
 
 def _refuse_without_effect(settings: Schedule) -> None:
     """timm takes the arguments of every schedule for each, and drops those that are of another."""
-    for name in ("min_lr", "cooldown_epochs"):
-        if settings.name in _WITHOUT_END and getattr(settings, name):
-            raise InputError(
-                f"schedule.{name}={getattr(settings, name):g} has no effect with schedule.name={settings.name}, which "
-                f"does not end at min_lr: set schedule.{name}=0"
-            )
+    # Nearly every recipe has a min_lr, so that one is let pass: a constant rate is asked for by its name alone.
+    if settings.name in _WITHOUT_END and settings.cooldown_epochs:
+        raise InputError(
+            f"schedule.cooldown_epochs={settings.cooldown_epochs:g} has no effect with schedule.name={settings.name}, "
+            "which does not end at min_lr: set schedule.cooldown_epochs=0"
+        )
     heeded = {"noise", *_ARGUMENTS[settings.name]}
     heeded |= _OF_NOISE if settings.kwargs.get("noise") is not None else set()
     for name in settings.kwargs:
