@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Maps = Literal["softmax", "mixed"]
+_ONE_QUERY = "its attention has one query, the class token: there are no columns over queries to compare"
 _NO_MAPS: dict[Maps, str] = {
     "softmax": "the network has no attention whose maps can be observed",
     "mixed": "no layer mixes its maps over heads, so they are those of the softmax",
@@ -46,16 +47,21 @@ class AttentionCollapseMetric:
     M^{p,q} = mean over heads h, columns t and images of cos(A^p_{h,:,t}, A^q_{h,:,t}): a column is a vector over the N
     queries (Zhou et al., DeepViT, arXiv 2103.11886, eq. 2; docs/maths.md §1.3). The maps are those
     of the softmax or, "mixed", those that meet V. Maps of different sizes are not compared.
+
+    Maps of one query, those of class attention, are left out: any two positive vectors of one entry have cosine 1.
     """
 
     def __init__(self, threshold: float = SIMILARITY_THRESHOLD, maps: Maps = "softmax") -> None:
         self._similarity, self._diversity = MeanCosine(axis=-2), LayerSamples()
         self._threshold = threshold
         self._maps: Maps = maps
+        self._saw_maps = False
 
     def add(self, batch: Activations) -> None:
         maps = batch.maps if self._maps == "softmax" else batch.mixed
-        for layer, columns in self._similarity.add(maps, batch.images).items():
+        self._saw_maps = self._saw_maps or bool(maps)
+        several = {layer: value for layer, value in maps.items() if value.shape[-2] > 1}
+        for layer, columns in self._similarity.add(several, batch.images).items():
             heads = columns.shape[1]
             if heads > 1:
                 # ‖Σ_h u_h‖² is Σ_{g≠h} cos + Σ_h ‖u_h‖²: the mean cosine without a product for each pair.
@@ -66,7 +72,7 @@ class AttentionCollapseMetric:
     def result(self) -> AttentionCollapse:
         values = self._similarity.values()
         if not values:
-            raise NotApplicable(_NO_MAPS[self._maps])
+            raise NotApplicable(_ONE_QUERY if self._saw_maps else _NO_MAPS[self._maps])
         layers = list(self._similarity.layers)
         neighbours = {pair[1]: values[pair] for pair in pairwise(layers) if pair in values}
         compared = f"{self._maps} maps, similarity to the layer before"

@@ -1,0 +1,57 @@
+"""Class attention, whose maps have one query: what is left out of the metrics of maps and streams, and what is not."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from reference import randomize_like_trained
+from vitx.analyze.activations import stream_activations
+from vitx.analyze.metric import NotApplicable
+from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
+from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.core.preprocess import Preprocessing
+from vitx.data.open import open_images
+
+DIGITS = open_images("digits", "val").first(3)
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+
+
+def network(name: str, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return randomize_like_trained(timm.create_model(name, num_classes=10, **arguments)).eval()
+
+
+def test_maps_of_one_query_do_not_collapse() -> None:
+    """CaiT's last two layers: each column over their one query has cosine 1 to every other."""
+    model = network("cait_xxs24_224", **VIT)
+    metric, spread = AttentionCollapseMetric(), OverSmoothingMetric(model)
+    for batch in stream_activations(model, DIGITS, Preprocessing(image_size=32)):
+        assert {name: value.shape[-2] for name, value in batch.maps.items()} == {
+            "blocks.0.attn": 16,
+            "blocks.1.attn": 16,
+            "blocks_token_only.0.attn": 1,
+            "blocks_token_only.1.attn": 1,
+        }
+        metric.add(batch)
+        spread.add(batch)
+        last = batch.maps["blocks_token_only.1.attn"].double().numpy()
+    found = metric.result()
+    assert found.layers == ("blocks.0.attn", "blocks.1.attn")
+    assert set(found.repeated) == {"blocks.1.attn"}
+    assert set(found.head_diversity) == set(found.layers)
+    # The spread over keys is that of each query, and one query has it too.
+    expected = np.std(last, axis=-1, ddof=1).mean()
+    assert spread.result().attention_std["blocks_token_only.1.attn"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_network_of_class_attention_alone_has_no_collapse() -> None:
+    model = network("xcit_nano_12_p8_224", img_size=32, embed_dim=24, depth=2, num_heads=2)
+    metric = AttentionCollapseMetric()
+    for batch in stream_activations(model, DIGITS, Preprocessing(image_size=32)):
+        assert {value.shape[-2] for value in batch.maps.values()} == {1}
+        metric.add(batch)
+    with pytest.raises(NotApplicable, match="its attention has one query, the class token: there are no columns"):
+        metric.result()
