@@ -16,6 +16,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock
 from timm.models.vision_transformer import ResPostBlock
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock
+from timm.models.volo import ClassBlock
 from timm.models.xcit import ClassAttentionBlock, XCABlock
 from torch import nn
 
@@ -26,6 +27,8 @@ Kind = Literal["attention", "mlp", "convolution"]
 
 # Blocks that normalise what a branch gives: x + norm(branch(x)).
 _POST_NORM = (SwinTransformerV2Block, SwinTransformerV2CrBlock, ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
+# Blocks whose streams are not those of an image's tokens, or not of all: their units are known by what they remove.
+_NOT_READ = (MobileVitBlock, ClassBlock)
 
 
 class Unit(NamedTuple):
@@ -47,10 +50,11 @@ class Unit(NamedTuple):
 
 def residual_units(model: nn.Module) -> list[Unit]:
     """Every unit, in the order of the modules; empty for a network that is not supported."""
-    # MobileViT's blocks see every fourth pixel of an image as an image of its own.
-    folded = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, MobileVitBlock))
+    # MobileViT's blocks see every fourth pixel of an image as an image of its own. VOLO's last blocks give all tokens
+    # and change the class token alone: by the others they would be dead.
+    unread = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _NOT_READ))
     return [
-        unit._replace(stream_module=None) if unit.name.startswith(folded) else unit
+        unit._replace(stream_module=None) if unit.name.startswith(unread) else unit
         for name, module in model.named_modules()
         for unit in _units_of(name, module)
     ]

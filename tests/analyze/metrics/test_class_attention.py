@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.models.volo import VOLO
 
 from reference import randomize_like_trained
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.metric import NotApplicable
 from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
+from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 
@@ -55,3 +58,23 @@ def test_a_network_of_class_attention_alone_has_no_collapse() -> None:
         metric.add(batch)
     with pytest.raises(NotApplicable, match="its attention has one query, the class token: there are no columns"):
         metric.result()
+
+
+def volo() -> Any:
+    """One outlooker on a map of 8 × 8, three attentions of 24 channels on 4 × 4, then two class blocks."""
+    model = VOLO((1, 1, 1, 1), 64, num_classes=10, embed_dims=(24,) * 4, num_heads=(2,) * 4, post_layers=("ca", "ca"))
+    return randomize_like_trained(model).eval()
+
+
+def test_blocks_that_change_the_class_token_alone_are_not_dead() -> None:
+    """VOLO's last two: the median token is a patch, which they leave as it is."""
+    model = volo()
+    metric = ResidualUpdateMetric(model)
+    last = [unit for unit in residual_units(model) if unit.name.startswith("post_network")]
+    assert [unit.kind for unit in last] == ["attention", "mlp"] * 2, "lesions remove them all the same"
+    for batch in stream_activations(model, DIGITS, Preprocessing(image_size=64)):
+        metric.add(batch)
+        assert not [name for name in batch.streams if name.startswith("post_network")]
+    found = metric.result()
+    assert found.update
+    assert set(found.unchanged.values()) == {0}
