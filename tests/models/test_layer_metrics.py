@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import vitx.models  # noqa: F401  # registers deit_digits
 from vitx.models import attention_std, token_similarity
 from vitx.models.attention_maps import attention_maps
-from vitx.models.layer_metrics import LayerMeans, layer_metrics
+from vitx.models.layer_metrics import LayerMeans, layer_metrics, tokens_before_patches
 
 
 def test_a_mean_counts_images_and_not_batches() -> None:
@@ -103,3 +103,9 @@ def test_other_networks_have_no_layers() -> None:
     with layer_metrics(model) as metrics:
         model(torch.zeros(1, 2))
     assert (metrics.cos_sim.means(), metrics.attention_std.means()) == ({}, {})
+
+
+def test_each_branch_of_crossvit_has_a_class_token_before_its_patches() -> None:
+    model: Any = timm.create_model("crossvit_tiny_240", num_classes=10).eval()
+    for patches, width in ((400, 96), (196, 192)):
+        assert tokens_before_patches(model, torch.zeros(1, 1 + patches, width)) == 1

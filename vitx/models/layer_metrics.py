@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from timm.models.crossvit import CrossVit
 from torch import Tensor, nn
 
 from vitx.models.attention_maps import attention_layers, attention_maps
@@ -53,6 +54,8 @@ def layer_metrics(model: nn.Module) -> Iterator[LayerMetrics]:
 
 def tokens_before_patches(model: nn.Module, stream: Tensor) -> int:
     """How many tokens of a stream (B, N, D) are no patches: CaiT, XCiT and ConViT add theirs behind some blocks."""
+    if isinstance(model, CrossVit):
+        return 1  # each branch has a class token of its own
     if stream.shape[1] == getattr(getattr(model, "patch_embed", None), "num_patches", None):
         return 0
     return int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))  # the latter is PiT's

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.models.crossvit import CrossVit
 from timm.models.volo import VOLO
 
 from reference import randomize_like_trained
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.metric import NotApplicable
 from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
+from vitx.analyze.metrics.fourier import FourierMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
 from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.units import residual_units
@@ -78,3 +80,21 @@ def test_blocks_that_change_the_class_token_alone_are_not_dead() -> None:
     found = metric.result()
     assert found.update
     assert set(found.unchanged.values()) == {0}
+
+
+def test_the_class_token_of_crossvit_is_no_patch() -> None:
+    """CosSim of a branch by its cosines pair by pair: the branches have 16 patches and 4."""
+    torch.manual_seed(0)
+    widths: dict[str, Any] = {"embed_dim": (12, 24), "num_heads": (2, 2), "depth": ((1, 2, 0),)}
+    model: Any = CrossVit(32, (1.0, 1.0), (8, 16), num_classes=10, **widths)
+    randomize_like_trained(model).eval()
+    metric, fourier = OverSmoothingMetric(model), FourierMetric(model)
+    for batch in stream_activations(model, DIGITS, Preprocessing(image_size=32)):
+        metric.add(batch)
+        fourier.add(batch)
+        tokens = batch.streams["blocks.0.blocks.1.1.mlp"].double().numpy()
+    assert tokens.shape == (3, 1 + 4, 24)
+    pairs = [(i, j) for i in range(1, 5) for j in range(1, 5) if i != j]
+    cosines = [a[i] @ a[j] / np.linalg.norm(a[i]) / np.linalg.norm(a[j]) for a in tokens for i, j in pairs]
+    assert metric.result().cos_sim["blocks.0.blocks.1.1"] == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert "blocks.0.blocks.1.1.mlp" in fourier.result().units, "its patches form a square"
