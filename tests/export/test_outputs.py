@@ -282,6 +282,20 @@ def test_what_a_network_does_not_have_is_refused(
         pass
 
 
+@pytest.mark.parametrize("output", ["attention", "rollout"])
+def test_attention_of_heads_beside_images_is_refused(vitx: Vitx, tmp_path: Path, output: str) -> None:
+    """SAM's maps are (B·H, N, N): none of their axes is that of the heads."""
+    sizes = [f"{name}={value}" for name, value in {**SIZE, "num_classes": 10, "window_size": 2}.items()]
+    arguments = [part for each in sizes for part in ("--model-arg", each)]
+    source = ("export", "model:timm/samvit_base_patch16_224", "--weights", "random", *arguments, "--device", "cpu")
+    code, _, errors = vitx(*source, "--uncertified", "--output", output, "--out", tmp_path / "sam.vitx")
+    assert (code, list(tmp_path.iterdir())) == (2, []), errors
+    expected = (
+        f"not every block has one attention over all 16 tokens, which {output} is made of; leave --output {output} "
+    )
+    assert expected in " ".join(errors.split())
+
+
 @pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet", "test_resnet", "test_vit3"])
 def test_an_embedding_is_what_timm_has_before_the_logits(name: str) -> None:
     model: Any = timm.create_model(name).eval()

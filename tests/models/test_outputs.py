@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from reference import seq
+from vitx.core.errors import InputError
 from vitx.models.outputs import PooledTokens, _attention, attention_rollout
 
 CLASS = PooledTokens(start=0, stop=1, prefix=1, grid=(1, 3), blocks=2)
@@ -26,6 +27,18 @@ def test_reference_numbers(pooled: PooledTokens, attention: list[float], rollout
     rows = (last @ first)[pooled.start : pooled.stop].mean(axis=0)
     np.testing.assert_allclose(rows[pooled.prefix :], rollout, atol=1e-6)
     assert rows.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (1, 2, 3, 4), (1, 2, 3, 3)])
+def test_maps_that_are_not_of_all_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        InputError, match="one attention over all 4 tokens, which attention is made of; leave --output at"
+    ):
+        _attention(torch.ones(shape), CLASS)
+    with pytest.raises(
+        InputError, match="one attention over all 4 tokens, which rollout is made of; leave --output ro"
+    ):
+        attention_rollout([torch.ones(1, 2, 4, 4), torch.ones(shape)], CLASS)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,18 @@ def _keep(features: dict[int, Tensor], index: int) -> Callable[[nn.Module, tuple
     return keep
 
 
+def _check_maps(maps: Sequence[Tensor], blocks: int, pooled: PooledTokens, output: str) -> None:
+    """Raise InputError unless maps of `blocks` blocks are (B, H, N, N) of all tokens: SAM's are (B·H, N, N)."""
+    tokens = pooled.prefix + pooled.patches
+    if len(maps) < blocks or any(each.ndim != 4 or each.shape[-2:] != (tokens, tokens) for each in maps):
+        raise InputError(
+            f"not every block has one attention over all {tokens} tokens, which {output} is made of; leave --output "
+            f"{output} out"
+        )
+
+
 def _attention(maps_BHNN: Tensor, pooled: PooledTokens) -> Tensor:
+    _check_maps([maps_BHNN], 1, pooled, "attention")
     return maps_BHNN[:, :, pooled.start : pooled.stop].mean(dim=(1, 2))[:, pooled.prefix :]
 
 
@@ -134,12 +145,7 @@ def attention_rollout(maps: Sequence[Tensor], pooled: PooledTokens) -> Tensor:
 
     Raises InputError for maps that are not of all tokens.
     """
-    tokens = pooled.prefix + pooled.patches
-    if len(maps) < pooled.blocks or any(each.shape[-2:] != (tokens, tokens) for each in maps):
-        raise InputError(
-            f"not every block has one attention over all {tokens} tokens, which rollout is made of; leave --output "
-            "rollout out"
-        )
+    _check_maps(maps, pooled.blocks, pooled, "rollout")
     row_B1N = torch.zeros_like(maps[0][:, 0, :1])
     row_B1N[:, :, pooled.start : pooled.stop] = 1 / (pooled.stop - pooled.start)
     for maps_BHNN in reversed(maps):  # a row times matrices, so that no product of matrices is formed
