@@ -197,6 +197,18 @@ def test_networks_without_what_a_loss_needs_are_refused(model: Any) -> None:
     check_model(apply_overrides(without, ["cutmix.probability=0"]), plain)
 
 
+@pytest.mark.parametrize("side", [64, 72, 224])
+def test_patches_that_overlap_are_no_grid_for_cutmix(side: int) -> None:
+    """PiT's of 16 px are 8 px apart: a box of them would also cover half of the patches beside it."""
+    pit: Any = timm.create_model("pit_ti_224", img_size=side)
+    assert pit.patch_embed.grid_size == ((side - 16) // 8 + 1,) * 2
+    assert patch_grid(pit) is None
+    without = ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0"]
+    with pytest.raises(InputError, match=r"has no square patch grid for CutMix: set cutmix\.probability=0"):
+        check_model(apply_overrides(RECIPE, without), pit)
+    check_model(apply_overrides(RECIPE, [*without, "cutmix.probability=0"]), pit)
+
+
 class Scripted(random.Random):
     """`random()` gives what was written down."""
 
@@ -325,6 +337,8 @@ def test_the_grid_is_that_of_a_square_embedding() -> None:
     assert patch_grid(hybrid) == PatchGrid(7, 32)
     oblong: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=(32, 64))
     assert patch_grid(oblong) is None
+    cut: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=40)  # 8 pixels are in no patch
+    assert patch_grid(cut) is None
     embedding = SimpleNamespace(grid_size=(8, 8), patch_size=(4, 6))
     assert patch_grid(SimpleNamespace(patch_embed=embedding)) == PatchGrid(8, 4)  # type: ignore[arg-type]
 

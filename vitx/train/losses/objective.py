@@ -41,13 +41,17 @@ class PatchGrid:
 
 
 def patch_grid(model: nn.Module) -> PatchGrid | None:
-    """The patch grid of a model; None for a model without a square patch embedding, such as a ResNet."""
+    """The patch grid of a model; None for one without a square patch embedding, or whose patches overlap, as PiT's."""
     embedding: Any = getattr(model, "patch_embed", None)
     grid_size = getattr(embedding, "grid_size", None)  # (rows, columns), timm's name
     if not grid_size or grid_size[0] != grid_size[1]:
         return None
-    size = getattr(embedding, "img_size", None)  # from it, as a hybrid's patch_size is in features
-    return PatchGrid(grid_size[0], size[0] // grid_size[0] if size else embedding.patch_size[0])
+    size = getattr(embedding, "img_size", None)
+    if not size:
+        return PatchGrid(grid_size[0], embedding.patch_size[0])
+    # A hybrid's patch_size is in features of its backbone, each of several pixels.
+    patch = size[0] // grid_size[0] if hasattr(embedding, "backbone") else embedding.patch_size[0]
+    return PatchGrid(grid_size[0], patch) if grid_size[0] * patch == size[0] else None
 
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
