@@ -84,13 +84,13 @@ def test_what_the_options_of_several_verbs_take() -> None:
         "device": ("auto", "cpu", "cuda"),
         "checkpoint": ("best", "last"),
         "threads": (None, 1, 64),
-        "max_flip_rate": (0, 1, 0.01),
+        "max_flip_rate": (1e-9, 0.999, 0.01),
     }
     refused: dict[str, tuple[Any, ...]] = {
         "device": ("gpu", ""),
         "checkpoint": ("first", None),
         "threads": (0, -1),
-        "max_flip_rate": (-0.001, 1.001),
+        "max_flip_rate": (-0.001, 0, 1, 1.001),
     }
     for name, values in allowed.items():
         assert [getattr(Common(**{name: value}), name) for value in values] == [*values]

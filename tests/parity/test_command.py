@@ -45,6 +45,17 @@ def test_a_bundle_is_compared_with_a_run(tiny_run: RunFolder, uncertified_bundle
     assert json.loads(out)["candidate"] == "colours, checkpoint best"
 
 
+@pytest.mark.parametrize(("rate", "bound"), [("0", "greater than 0"), ("1", "less than 1"), ("-0.1", "greater than 0")])
+def test_the_ends_of_the_flip_rate_are_refused_with_its_name(vitx: Vitx, rate: str, bound: str) -> None:
+    """No number of images proves a rate of 0, and none is needed for 1; the help says so."""
+    for verb in ("parity", "export"):
+        code, _, err = vitx(verb, "runs/none", f"--max-flip-rate={rate}")
+        assert (code, err) == (2, f"error: --max-flip-rate {float(rate)}: Input should be {bound}\n")
+        described = " ".join(vitx(verb, "--help")[1].split())
+        assert "above 0 and below 1." in described
+        assert "0.0<=x<=1.0" not in described
+
+
 @pytest.mark.parametrize(("asked", "count"), [("enough", 299), ("320", 320), ("9999", 360)])
 def test_enough_images_for_the_rate(
     tiny_run: RunFolder, uncertified_bundle: Bundle, vitx: Vitx, asked: str, count: int

@@ -62,7 +62,10 @@ RuntimeOption = Annotated[
     str, Field(description="What runs a bundle: auto takes the fastest certified here; `vitx doctor` lists the names.")
 ]
 MaxFlipRate = Annotated[
-    float, Field(description="Highest allowed 95 % upper bound on the share of changed classes.", ge=0, le=1)
+    float,
+    Field(
+        description="Highest allowed 95 % upper bound on the share of changed classes, above 0 and below 1.", gt=0, lt=1
+    ),
 ]
 AllowUncertified = Annotated[
     bool, Field(description="Accept a bundle without a passing certificate; shown wherever it runs.")
