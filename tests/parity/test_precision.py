@@ -14,6 +14,7 @@ from cli_fixture import Vitx
 from run_fixture import write_trained_run
 from vitx.core.bundle import Bundle, Precision
 from vitx.core.run import RunFolder
+from vitx.data.open import open_images
 from vitx.export import ExportOptions, SourceRequest, export_bundle
 from vitx.export.bundling import trace_to_file
 from vitx.export.graph.dataflow import Dataflow
@@ -53,6 +54,37 @@ def bundles(run: RunFolder, in_this_process: None, tmp_path_factory: pytest.Temp
     precisions: tuple[Precision, ...] = ("fp16", "int8")
     request = SourceRequest(str(run.path))
     return {name: export_bundle(request, folder / f"{name}.vitx", ExportOptions(precision=name)) for name in precisions}
+
+
+def write_digits(root: Path, count: int) -> Path:
+    """ROOT/train with `count` digits and ROOT/val with ten, one folder a class."""
+    for split, images in (("train", open_images("digits", "train")), ("val", open_images("digits", "val"))):
+        for index in range(count if split == "train" else 10):
+            folder = root / split / str(index % 10)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{index}.png").write_bytes(images.read(index))
+    return root
+
+
+def test_half_is_exported_on_fewer_images_than_int8_takes(
+    run: RunFolder, in_this_process: None, tmp_path: Path, vitx: Vitx
+) -> None:
+    """48 images are all judged; 31 are too few, and so are 48 where ranges are calibrated."""
+    source = ("export", run.path, "--max-flip-rate", "0.99", "--device", "cpu", "--quiet", "--calibration-data")
+    enough, few = write_digits(tmp_path / "48", 48), write_digits(tmp_path / "31", 31)
+    code, _, err = vitx(*source, enough, "--precision", "fp16", "--out", tmp_path / "fp16.vitx")
+    assert code == 0, err
+    bundle = Bundle.open(tmp_path / "fp16.vitx")
+    assert bundle.require_certificate().verdict == "pass"
+    assert (bundle.manifest.precision, bundle.manifest.lowering["held_out_images"]) == ("fp16", 48)
+    for folder, precision, said in (
+        (few, "fp16", "31 images to judge a lower precision on: give at least 32 real ones, and 320 where ranges are"),
+        (enough, "int8", "48 images to calibrate on: ranges take at least 256 real images"),
+    ):
+        code, _, err = vitx(*source, folder, "--precision", precision, "--out", tmp_path / "none.vitx")
+        assert code == 2
+        assert said in err
+        assert not (tmp_path / "none.vitx").exists()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])

@@ -134,24 +134,28 @@ def test_two_bundles_are_compared_node_by_node(bundle: Bundle, monkeypatch: pyte
     assert trace.trace(*pair, None, IMAGES_70, repair=False, quiet=True) == trace.TraceResult(None, (), ())
 
 
-@pytest.mark.parametrize(("target", "asked"), [({}, "cpu"), ({"target": "tensorrt"}, "tensorrt")])
+@pytest.mark.parametrize(
+    ("precision", "target", "asked", "least"),
+    [("int8", {}, "cpu", 320), ("int8", {"target": "tensorrt"}, "tensorrt", 320), ("fp16", {}, "cpu", 32)],
+)
 def test_islands_are_searched_on_training_images(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, target: dict[str, Any], asked: str
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, precision: Any, target: dict[str, Any], asked: str, least: int
 ) -> None:
     seen: list[Any] = []
-    candidate = in_precision(bundle, "int8", lowering=target).bundle
+    candidate = in_precision(bundle, precision, lowering=target).bundle
     assert candidate is not None
     monkeypatch.setattr(trace, "open_images", lambda *a: note(seen, a, "training set"))
-    monkeypatch.setattr("vitx.export.precision.calibration.sample_images", lambda *a: note(seen, a, "training images"))
+    sampled = "vitx.export.precision.calibration.sample_images"
+    monkeypatch.setattr(sampled, lambda *a, least: note(seen, (*a, least), "training images"))
     found: Any = SimpleNamespace(islands=("a",), before="BEFORE", after="AFTER")
     monkeypatch.setattr(divergence, "repair", lambda *a, **o: note(seen, (a, o), found))
     exact: Any = "exact"
     graph: Any = "graph"
     text = trace._repair(exact, graph, candidate, PIXELS, IMAGES_70, quiet=True)
-    assert text == "int8 passes with 1 float32 islands (a): AFTER; this bundle: BEFORE"
-    assert seen[:2] == [("numbers", "train"), ("training set", candidate.manifest.preprocessing)]
+    assert text == f"{precision} passes with 1 float32 islands (a): AFTER; this bundle: BEFORE"
+    assert seen[:2] == [("numbers", "train"), ("training set", candidate.manifest.preprocessing, least)]
     arguments, options = seen[2]
-    assert arguments[:4] == ("exact", "graph", "int8", "training images")
+    assert arguments[:4] == ("exact", "graph", precision, "training images")
     assert arguments[4] is PIXELS
     assert options == {"target": asked, "base": "fp32", "quiet": True}
 

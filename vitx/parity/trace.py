@@ -242,13 +242,15 @@ def _repair(
 ) -> str:
     """Which float32 islands, searched on training images, make the precision pass on the traced ones; a sentence."""
     from vitx.export.precision.calibration import sample_images
+    from vitx.export.precision.lower import least_images
     from vitx.parity.divergence import repair
 
     manifest = bundle.manifest
     assert manifest.precision != "fp32"
-    training = sample_images(open_images(images.name, "train"), manifest.preprocessing)
     target: Target = "tensorrt" if manifest.lowering.get("target") == "tensorrt" else "cpu"
     precision, base = manifest.precision, manifest.base
+    least = least_images(precision)
+    training = sample_images(open_images(images.name, "train"), manifest.preprocessing, least=least)
     found = repair(exact, graph, precision, training, pixels, target=target, base=base, quiet=quiet)
     return _repair_text(found, manifest.precision)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -22,6 +22,7 @@ from vitx.export.precision.calibration import (
     require_finite,
     sample_images,
 )
+from vitx.export.precision.lower import LowerPrecision, least_images
 
 
 def of(*parts: Any) -> Activations:
@@ -242,6 +243,23 @@ def test_small_images_are_taken_in_larger_numbers(
     assert calibration.FEWEST == 512
     with pytest.raises(InputError, match="319 images to calibrate on"):
         sample_images(Numbered(319), Preprocessing(image_size=size))  # type: ignore[arg-type]
+
+
+def test_half_types_take_fewer_images_than_ranges_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Preprocessing, "from_bytes", lambda self, data: np.zeros((1, 1, 3)))
+    assert {name: least_images(name) for name in get_args(LowerPrecision)} == {
+        "fp16": 32,
+        "bf16": 32,
+        "int8": 320,
+        "fp8": 320,
+    }
+    for count in (32, 48, 319, 400):
+        chosen = sample_images(Numbered(count), Preprocessing(image_size=32), least=32)  # type: ignore[arg-type]
+        assert len(chosen) == count
+    with pytest.raises(
+        InputError, match="31 images to judge a lower precision on: give at least 32 real ones, and 320"
+    ):
+        sample_images(Numbered(31), Preprocessing(image_size=32), least=32)  # type: ignore[arg-type]
 
 
 def test_a_threshold_is_that_of_all_values_so_far() -> None:

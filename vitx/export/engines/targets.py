@@ -27,7 +27,7 @@ from vitx.export.engines.tensorrt_library import load_flavor
 from vitx.export.options import EngineOptions, Target
 from vitx.export.precision.acceptance import Bounds, SamplingPlan
 from vitx.export.precision.calibration import sample_images
-from vitx.export.precision.lower import LowerPrecision, lower_precision
+from vitx.export.precision.lower import LowerPrecision, least_images, lower_precision
 
 DEFAULT_OPTIONS = EngineOptions()
 # The limit of one attempt of the bisection after a crash.
@@ -76,7 +76,8 @@ class LoweredFile:
 
 def lower_file(path: Path, request: PrecisionRequest, preprocessing: Preprocessing) -> LoweredFile:
     """Replace the float32 graph at `path` by one of lower precision."""
-    images = sample_images(open_images(request.data, "train"), preprocessing)
+    training, least = open_images(request.data, "train"), least_images(request.precision)
+    images = sample_images(training, preprocessing, least=least)
     lowered = lower_precision(
         onnx.load(str(path)),
         request.precision,

@@ -30,13 +30,15 @@ BINS = 2048
 LARGE, STRIDE = 1 << 16, 7
 
 
-def sample_images(images: ImageSet, preprocessing: Preprocessing, limit: int | None = None) -> UInt8Array:
+def sample_images(
+    images: ImageSet, preprocessing: Preprocessing, limit: int | None = None, *, least: int = MIN_IMAGES
+) -> UInt8Array:
     """Evenly spaced images of a set, uint8 (n, S, S, 3), n ≤ `limit`; the first images of a folder are of one class.
 
-    limit: by default 512 at 224 px, more for smaller images, up to 2,048. Raises InputError when the set has fewer
-    than MIN_IMAGES.
+    limit: by default 512 at 224 px, more for smaller images, up to 2,048. least: what the
+    precision takes (`least_images`); raises InputError when the set has fewer.
     """
-    require_images(len(images))
+    require_images(len(images), least)
     most = limit or min(MOST, max(FEWEST, PIXELS // preprocessing.image_size**2))
     chosen = evenly_spaced(len(images), most)
     return np.stack([preprocessing.from_bytes(images.read(int(index))) for index in chosen])
@@ -53,13 +55,19 @@ def split_images(images: UInt8Array) -> tuple[UInt8Array, UInt8Array]:
     return images[~held_out], images[held_out]
 
 
-def require_images(count: int) -> None:
-    """Raise InputError, saying how many images are needed, when `count` is too low."""
-    if count < MIN_IMAGES:
+def require_images(count: int, least: int = MIN_IMAGES) -> None:
+    """Raise InputError, saying how many images are needed, when `count` is below `least`."""
+    if count >= least:
+        return
+    if least < MIN_IMAGES:
         raise InputError(
-            f"{count} images to calibrate on: ranges take at least {MIN_CALIBRATION} real images, and others are held "
-            f"out to judge them, so give at least {MIN_IMAGES}"
+            f"{count} images to judge a lower precision on: give at least {least} real ones, and {MIN_IMAGES} where "
+            "ranges are calibrated (int8, fp8)"
         )
+    raise InputError(
+        f"{count} images to calibrate on: ranges take at least {MIN_CALIBRATION} real images, and others are held "
+        f"out to judge them, so give at least {MIN_IMAGES}"
+    )
 
 
 @dataclass

@@ -17,7 +17,7 @@ from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.options import Target
 from vitx.export.precision.acceptance import Bounds, Judge, Lowered
-from vitx.export.precision.calibration import MIN_IMAGES, split_images
+from vitx.export.precision.calibration import MIN_IMAGES, require_images, split_images
 from vitx.export.precision.half import HALVES, HalfGraph, cpu_twin
 from vitx.export.precision.islands import OBSERVED_IMAGES, Overflow, find_islands
 from vitx.export.precision.quantization import FLOAT_NAMES, quantize
@@ -26,6 +26,11 @@ LowerPrecision = Literal["fp16", "bf16", "int8", "fp8"]
 HalfPrecision = Literal["fp16", "bf16"]
 # fp16 and bf16 are judged on at least 32 images.
 MIN_HALF_IMAGES = 32
+
+
+def least_images(precision: LowerPrecision) -> int:
+    """How many real images a precision takes: half types need no ranges, so none are held out from these."""
+    return MIN_HALF_IMAGES if precision in HALVES else MIN_IMAGES
 
 
 def lower_precision(
@@ -80,11 +85,7 @@ def _require_images(graph: onnx.ModelProto, images: UInt8Array) -> None:
     if images.dtype != np.uint8 or images.ndim != 4 or list(images.shape[1:]) != expected:
         shape = ", ".join(map(str, ("n", *expected)))
         raise InputError(f"images are {images.dtype} {images.shape}: the graph takes uint8 ({shape})")
-    if len(images) < MIN_HALF_IMAGES:
-        raise InputError(
-            f"{len(images)} images to judge a lower precision on: give at least {MIN_HALF_IMAGES} real ones, and 320 "
-            "where ranges are calibrated (int8, fp8)"
-        )
+    require_images(len(images), MIN_HALF_IMAGES)  # what ranges need beyond that is asked where images are split
 
 
 def _to_half(
