@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.models.hiera import Hiera
-from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
+from timm.models.nest import Nest
 from torch import Tensor, nn
 
 from vitx.analyze.accuracy import require_finite
@@ -25,28 +25,32 @@ EMBEDDING = "embedding"
 
 
 class Layout(NamedTuple):
-    """How a network's activations are laid out: NHWC maps or not, and whether its tokens follow the image's rows."""
+    """How a network's activations are laid out: which are NHWC maps, and whether its tokens follow the image's rows."""
 
     model: nn.Module
-    channels_last: bool
+    channels_last: frozenset[str]  # names of streams
     in_rows: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
-        # SwinV2-CR's blocks are NHWC too, and its attribute is of the whole network.
-        nhwc = getattr(model, "output_fmt", "NCHW") == "NHWC" or isinstance(model, SwinTransformerV2Cr)
-        return cls(model, nhwc, not isinstance(model, Hiera))  # whose tokens follow its windows
+        units = [unit for unit in residual_units(model) if unit.stream_module is not None]
+        last = {unit.name for unit in units if unit.channels_last}
+        if units and units[0].channels_last:
+            last.add(EMBEDDING)
+        # Hiera's tokens follow its windows, and Nest's (B, windows, tokens, D) stay in them.
+        return cls(model, frozenset(last), not isinstance(model, Hiera | Nest))
 
-    def feature_map(self, stream: Tensor) -> Tensor | None:
-        """The activation as a map (B, D, S, S); None where its patches form no square."""
-        if stream.ndim == 3 and not self.in_rows:
+    def feature_map(self, name: str, stream: Tensor) -> Tensor | None:
+        """The stream `name` as a map (B, D, S, S); None where its patches form no square."""
+        if not self.in_rows:
             return None
-        return square_map(stream, tokens_before_patches(self.model, stream), channels_last=self.channels_last)
+        prefix = tokens_before_patches(self.model, stream)
+        return square_map(stream, prefix, channels_last=name in self.channels_last)
 
-    def patches(self, stream: Tensor) -> Tensor | None:
+    def patches(self, name: str, stream: Tensor) -> Tensor | None:
         """The patch tokens (B, n, D) of (B, N, D) or of a NHWC map; None for a NCHW map and for fewer than two."""
         if stream.ndim == 4:
-            return stream.flatten(1, 2) if self.channels_last else None
+            return stream.flatten(1, 2) if name in self.channels_last else None
         if stream.ndim != 3:
             return None
         patches = stream[:, tokens_before_patches(self.model, stream) :]
@@ -160,7 +164,7 @@ def _whole_maps(maps: dict[str, Tensor], images: int) -> dict[str, Tensor]:
 def feature_maps_of(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor]]:
     """(unit, map (B, D, S, S)) of the units whose patches form a square."""
     for name, stream in batch.streams.items():
-        features = layout.feature_map(stream)
+        features = layout.feature_map(name, stream)
         if features is not None:
             yield name, features
 

@@ -7,7 +7,10 @@ same attributes, and the units of AlterNet, ResNet and ConvNeXt.
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from timm.layers import LayerNorm2d
 from timm.models.convnext import ConvNeXtBlock
+from timm.models.csatv2 import TransformerBlock as CSATTransformerBlock
+from timm.models.davit import ChannelBlock, SpatialBlock
 from timm.models.eva import EvaBlockPostNorm
 from timm.models.mobilevit import MobileVitBlock
 from timm.models.mvitv2 import MultiScaleBlock
@@ -27,6 +30,8 @@ Kind = Literal["attention", "mlp", "convolution"]
 
 # Blocks that normalise what a branch gives: x + norm(branch(x)).
 _POST_NORM = (SwinTransformerV2Block, SwinTransformerV2CrBlock, ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
+# DaViT's and CSATv2's: their maps have the channels first, though a norm over the last axis reads them, as tokens.
+_CHANNELS_FIRST = (SpatialBlock, ChannelBlock, CSATTransformerBlock)
 # Blocks whose streams are not those of an image's tokens, or not of all: their units are known by what they remove.
 _NOT_READ = (MobileVitBlock, ClassBlock)
 
@@ -36,7 +41,8 @@ class Unit(NamedTuple):
 
     branch: if its output is zero, only the shortcut is left. stream_module: the residual stream after the unit is the
     `stream_from` of this module, multiplied by `scale`; None where no module has it. layer: the block that ends with
-    this unit; None for an attention with an MLP behind it.
+    this unit; None for an attention with an MLP behind it. channels_last: whether the stream, where it is a map, is
+    (B, S, S, D) and not (B, D, S, S).
     """
 
     name: str
@@ -46,6 +52,7 @@ class Unit(NamedTuple):
     stream_from: Literal["input", "output"] = "output"
     layer: str | None = None
     scale: float = 1.0
+    channels_last: bool = False
 
 
 def residual_units(model: nn.Module) -> list[Unit]:
@@ -91,8 +98,17 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         convolved = isinstance(module, XCABlock)  # between attention and MLP
         middle = module.mlp if post_norm else module.norm3 if convolved else module.norm2
         attention, mlp = (module.norm1, module.norm2) if post_norm else (module.attn, module.mlp)
-        scale = float(getattr(module, "residual_scale", 1.0))
-        yield Unit(f"{name}.attn", "attention", attention, middle, "input", scale=scale)
+        scale, last = float(getattr(module, "residual_scale", 1.0)), _has_channels_last(module)
+        yield Unit(f"{name}.attn", "attention", attention, middle, "input", scale=scale, channels_last=last)
         if convolved:
             yield Unit(f"{name}.local_mp", "convolution", module.local_mp, module.norm2, "input")
-        yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name)
+        yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name, channels_last=last)
+
+
+def _has_channels_last(block: Any) -> bool:
+    """Whether the maps of a block with norm1 are (B, S, S, D): the norm over the last axis is of the channels then.
+
+    The network does not say: timm's MaxxVit has blocks of both layouts, and Swin alone an `output_fmt`.
+    """
+    over_last = isinstance(block.norm1, nn.LayerNorm) and not isinstance(block.norm1, LayerNorm2d)
+    return over_last and not isinstance(block, _CHANNELS_FIRST)

@@ -362,10 +362,10 @@ def test_a_class_token_that_comes_later_hides_no_patch_before() -> None:
         model = timm.create_model(name, num_classes=10, **arguments).eval()
         layout = Layout.of(model)
         (batch,) = stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32))
-        patches = layout.patches(batch.streams[EMBEDDING])
+        patches = layout.patches(EMBEDDING, batch.streams[EMBEDDING])
         assert patches is not None
         assert patches.shape[:2] == (2, 16)
-        assert layout.feature_map(batch.streams[EMBEDDING]) is not None
+        assert layout.feature_map(EMBEDDING, batch.streams[EMBEDDING]) is not None
 
 
 def test_the_stream_of_xcit_is_read_between_its_three_branches() -> None:
@@ -419,7 +419,7 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
     patches = batch.streams["blocks.1.mlp"][:, 1:]
     found = measured(10)
     assert found[0]["cos_sim"]["blocks.1"] == pytest.approx(token_similarity(patches).item(), rel=1e-5)
-    features = Layout.of(model).feature_map(batch.streams["blocks.1.mlp"])
+    features = Layout.of(model).feature_map("blocks.1.mlp", batch.streams["blocks.1.mlp"])
     assert features is not None
     expected = fourier_log_amplitude(features.double()).tolist()
     assert found[3]["units"]["blocks.1.mlp"]["log_amplitude"] == pytest.approx(expected, abs=1e-4)

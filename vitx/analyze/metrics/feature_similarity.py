@@ -27,7 +27,7 @@ class FeatureSimilarityMetric:
     def add(self, batch: Activations) -> None:
         tokens = {}
         for name, layer in self._blocks.items():
-            patches = self._layout.patches(batch.streams[name]) if name in batch.streams else None
+            patches = self._layout.patches(name, batch.streams[name]) if name in batch.streams else None
             if patches is not None:
                 tokens[layer] = patches
         self._similarity.add(tokens, batch.images)

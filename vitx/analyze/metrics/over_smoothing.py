@@ -54,7 +54,7 @@ class OverSmoothingMetric:
     def add(self, batch: Activations) -> None:
         self._images += batch.images
         for name, layer in self._blocks.items():
-            patches = self._layout.patches(batch.streams[name]) if name in batch.streams else None
+            patches = self._layout.patches(name, batch.streams[name]) if name in batch.streams else None
             if patches is not None:
                 self._cos_sim.add(layer, token_similarities(patches))
         for layer, maps in batch.maps.items():

@@ -52,11 +52,12 @@ class ResidualUpdateMetric:
         streams = batch.streams
         for before, after, layer in self._pairs:
             if before in streams and after in streams and streams[before].shape == streams[after].shape:
-                self._updates.add(layer, _relative_update(*map(self._tokens, (streams[before], streams[after]))))
+                pair = (self._tokens(after, streams[name]) for name in (before, after))
+                self._updates.add(layer, _relative_update(*pair))
 
-    def _tokens(self, stream: Tensor) -> Tensor:
-        """The stream as tokens (B, N, D); a map of channels is one."""
-        if stream.ndim == 4 and self._layout.channels_last:
+    def _tokens(self, name: str, stream: Tensor) -> Tensor:
+        """The stream before or after the unit `name` as tokens (B, N, D); a map of channels is one."""
+        if stream.ndim == 4 and name in self._layout.channels_last:
             return stream.flatten(1, 2)
         return stream if stream.ndim == 3 else stream.flatten(1).unsqueeze(1)
 

@@ -1,0 +1,143 @@
+"""Which axis of a map is that of its channels, block by block, and from which stream a block is measured."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from timm.models.davit import DaVit
+from timm.models.gcvit import GlobalContextVit
+from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
+from timm.models.nest import Nest
+from timm.models.volo import VOLO
+
+from reference import randomize_like_trained
+from vitx.analyze.activations import EMBEDDING, Activations, Layout, stream_activations
+from vitx.analyze.metric import NotApplicable
+from vitx.analyze.metrics.fourier import FourierMetric
+from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.analyze.metrics.variance import VarianceMetric
+from vitx.core.preprocess import Preprocessing
+from vitx.data.open import open_images
+
+DIGITS = open_images("digits", "val").first(3)
+SIDE = 32
+
+
+def maxvit() -> Any:
+    """Two stages of two blocks, each an MBConv (NCHW) before attention in windows and in a grid (NHWC).
+
+    The first stage's maps have 8 rows, 8 columns and 8 channels: their shape does not say which axis is which.
+    """
+    attention = MaxxVitTransformerCfg(dim_head=4, window_size=(4, 4), grid_size=(4, 4))
+    config = MaxxVitCfg(
+        embed_dim=(8, 16), depths=(2, 2), block_type=("M", "M"), stem_width=8, transformer_cfg=attention
+    )
+    return MaxxVit(config, img_size=SIDE, num_classes=10)
+
+
+def gcvit() -> Any:
+    return GlobalContextVit(
+        num_classes=10, img_size=SIDE, window_size=(4, 4), embed_dim=8, depths=(2, 2), num_heads=(2, 2)
+    )
+
+
+def volo() -> Any:
+    return VOLO((2, 1, 1, 1), SIDE, num_classes=10, embed_dims=(4, 8, 8, 8), num_heads=(2,) * 4)
+
+
+def davit() -> Any:
+    return DaVit(depths=(1, 1), embed_dims=(8, 16), num_heads=(2, 2), window_size=4, num_classes=10)
+
+
+NETWORKS = {"maxvit": maxvit, "gcvit": gcvit, "volo": volo, "davit": davit}
+
+
+def network(name: str) -> Any:
+    torch.manual_seed(0)
+    return randomize_like_trained(NETWORKS[name]()).eval()
+
+
+def batch_of(model: Any, side: int = SIDE) -> Activations:
+    (batch,) = stream_activations(model, DIGITS, Preprocessing(image_size=side))
+    return batch
+
+
+def last_map(name: str, stream: torch.Tensor) -> Any:
+    """The stream as (B, S, S, D) in float64: of these networks, DaViT's blocks alone are NCHW."""
+    values = stream.double().numpy()
+    return np.moveaxis(values, 1, -1) if name == "davit" else values
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("maxvit", "stages.0.blocks.0.attn_block"),
+        ("maxvit", "stages.0.blocks.1.attn_grid"),
+        ("gcvit", "stages.0.blocks.1"),
+        ("volo", "network.0.1"),
+        ("davit", "stages.0.blocks.0.1"),
+    ],
+)
+def test_spectrum_and_variance_are_over_rows_and_columns(name: str, block: str) -> None:
+    """By sums in float64 over the two axes of space, which for maps of 8 × 8 × 8 only the block can tell."""
+    model = network(name)
+    batch, unit = batch_of(model), f"{block}.mlp"
+    fourier, variance = FourierMetric(model), VarianceMetric(model)
+    for metric in (fourier, variance):
+        metric.add(batch)
+    values = last_map(name, batch.streams[unit])
+    side, channels = values.shape[1], values.shape[-1]
+    assert values.shape == (3, side, side, channels)
+    if name == "maxvit":
+        assert side == channels == 8
+    means = values.mean(axis=(1, 2), keepdims=True)
+    expected = ((values - means) ** 2).sum(axis=(1, 2)).mean() / (side**2 - 1)
+    assert variance.result().variance[unit] == pytest.approx(expected, rel=1e-4)
+    alternating = (-1.0) ** np.add.outer(np.arange(side), np.arange(side))  # Nyquist in both directions
+    highest = np.abs((values * alternating[None, :, :, None]).sum(axis=(1, 2)))
+    constant = np.abs(values.sum(axis=(1, 2)))
+    log_amplitude = (np.log(highest + 1e-6) - np.log(constant + 1e-6)).mean()
+    assert fourier.result().units[unit].log_amplitude[-1] == pytest.approx(log_amplitude, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_layout_of_each_stream_is_that_of_what_reads_it(name: str) -> None:
+    """A norm over the last axis that reads maps reads (B, S, S, D); where it reads tokens, maps are (B, D, S, S)."""
+    model = network(name)
+    layout = Layout.of(model)
+    read: dict[str, int] = {}
+    hooks = [
+        module.norm1.register_forward_pre_hook(lambda _, inputs, name=name: read.update({name: inputs[0].ndim}))
+        for name, module in model.named_modules()
+        if hasattr(module, "norm1")
+    ]
+    batch = batch_of(model)
+    for hook in hooks:
+        hook.remove()
+    maps = {unit: stream for unit, stream in batch.streams.items() if unit.endswith(".mlp") and stream.ndim == 4}
+    assert len(maps) >= 2
+    for unit in maps:
+        assert (unit in layout.channels_last) == (read[unit.removesuffix(".mlp")] == 4), unit
+
+
+def test_the_tokens_of_maps_with_channels_last_are_compared() -> None:
+    """CosSim of MaxViT's tokens, pair by pair."""
+    model = network("maxvit")
+    batch, metric = batch_of(model), OverSmoothingMetric(model)
+    metric.add(batch)
+    tokens = batch.streams["stages.0.blocks.0.attn_grid.mlp"].double().numpy().reshape(3, 64, 8)
+    unit = tokens / np.linalg.norm(tokens, axis=-1, keepdims=True)
+    expected = np.mean([np.mean([a[i] @ a[j] for i in range(64) for j in range(64) if i != j]) for a in unit])
+    assert metric.result().cos_sim["stages.0.blocks.0.attn_grid"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_tokens_that_stay_in_windows_are_no_map() -> None:
+    """Nest's (B, windows, tokens, D), of as many windows as tokens."""
+    sizes: dict[str, Any] = {"embed_dims": (8, 8), "num_heads": (2, 2), "depths": (1, 1), "num_levels": 2}
+    model = randomize_like_trained(Nest(img_size=SIDE, patch_size=8, num_classes=10, **sizes)).eval()
+    batch, metric = batch_of(model), VarianceMetric(model)
+    assert batch.streams[EMBEDDING].shape == (3, 4, 4, 8)
+    metric.add(batch)
+    with pytest.raises(NotApplicable, match="no unit has a square feature map"):
+        metric.result()
