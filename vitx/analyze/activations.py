@@ -3,8 +3,9 @@
 Shape letters: B batch, N tokens, n patches, D width, H heads, C classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ class Activations(NamedTuple):
     streams: the residual stream after each unit, by the unit's name. maps: softmax maps (B·W, H, N, N) by attention
     layer, with W windows an image, those of the first image first; `of_images` takes their mean. Maps of another form
     are left out. mixed: the maps that meet V, after the mix over heads and its norm; empty where no layer mixes.
-    logits: (B, C).
+    logits: (B, C). before: by the name of the first unit of a block, the block's input where something stands between
+    it and the stream after the unit before: MaxViT's MBConv, Twins' position encoding, the merging of a new stage.
     """
 
     images: int
@@ -71,6 +73,11 @@ class Activations(NamedTuple):
     maps: dict[str, Tensor]
     mixed: dict[str, Tensor]
     logits: Tensor
+    before: Mapping[str, Tensor] = MappingProxyType({})
+
+    def stream_before(self, unit: str, previous: str) -> Tensor | None:
+        """The stream that the first unit of a block adds to; previous: the name of the stream before it."""
+        return self.before.get(unit, self.streams.get(previous))
 
 
 def stream_activations(
@@ -90,21 +97,23 @@ def stream_activations(
     """
     device = next(model.parameters()).device
     found: dict[str, Tensor] = {}
+    before: dict[str, Tensor] = {}
     with ExitStack() as restore:
         restore.enter_context(in_evaluation_mode(model))
         if streams:
-            _watch_streams(model, found, restore)
+            _watch_streams(model, found, before, restore)
         layers = attention_layers(model).values()
         softmax = restore.enter_context(attention_maps(model)) if maps and layers else {}
         mixes = mixed and any(map(mixes_heads, layers))
         after_mix = restore.enter_context(attention_maps(model, stage="mixed")) if mixes else {}
         for pixels in images.batches(preprocessing, batch_size):
             found.clear()
+            before.clear()
             with torch.inference_mode():
                 logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
             require_finite(logits.float().cpu().numpy())
             maps_of = _whole_maps(softmax, len(pixels)), _whole_maps(after_mix, len(pixels))
-            yield Activations(len(pixels), _as_float(found), *maps_of, logits.float())
+            yield Activations(len(pixels), _as_float(found), *maps_of, logits.float(), _as_float(before))
 
 
 @contextmanager
@@ -124,7 +133,7 @@ def stream_order(model: nn.Module) -> list[str]:
     return [EMBEDDING, *(unit.name for unit in residual_units(model) if unit.stream_module is not None)]
 
 
-def _watch_streams(model: nn.Module, found: dict[str, Tensor], restore: ExitStack) -> None:
+def _watch_streams(model: nn.Module, found: dict[str, Tensor], before: dict[str, Tensor], restore: ExitStack) -> None:
     block = first_block(model)
     if block is None:
         return
@@ -133,9 +142,14 @@ def _watch_streams(model: nn.Module, found: dict[str, Tensor], restore: ExitStac
         found[EMBEDDING] = inputs[0]
 
     restore.callback(block.register_forward_pre_hook(keep_embedding).remove)
+    previous = EMBEDDING
     for unit in residual_units(model):
         if unit.stream_module is None:
             continue
+        if unit.block is not None:
+            keep_input = _input_recorder(unit.name, previous, found, before)
+            restore.callback(unit.block.register_forward_pre_hook(keep_input).remove)
+        previous = unit.name
         keep = _recorder(unit, found)
         if unit.stream_from == "input":
             restore.callback(unit.stream_module.register_forward_pre_hook(keep).remove)
@@ -149,6 +163,18 @@ def _recorder(unit: Unit, found: dict[str, Tensor]) -> Callable[..., None]:
     def keep(_module: nn.Module, inputs: tuple[Tensor, ...], output: Any = None) -> None:
         stream = inputs[0] if unit.stream_from == "input" else output
         found[unit.name] = stream if unit.scale == 1.0 else stream / unit.scale
+
+    return keep
+
+
+def _input_recorder(
+    name: str, previous: str, found: dict[str, Tensor], before: dict[str, Tensor]
+) -> Callable[..., None]:
+    """A forward pre-hook that keeps a block's input, unless it is the stream `previous` itself, already kept."""
+
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0] is not found.get(previous):
+            before[name] = inputs[0]
 
     return keep
 
@@ -167,6 +193,12 @@ def feature_maps_of(layout: Layout, batch: Activations) -> Iterable[tuple[str, T
         features = layout.feature_map(name, stream)
         if features is not None:
             yield name, features
+
+
+def maps_before(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor | None]]:
+    """(unit, map of the stream that it adds to), None where that has no map, of the units in `batch.before`."""
+    for name, stream in batch.before.items():
+        yield name, layout.feature_map(name, stream)
 
 
 def unit_kinds(model: nn.Module) -> dict[str, Kind | None]:

@@ -9,11 +9,24 @@ from vitx.analyze.units import Kind
 from vitx.core.probabilities import Float64Array
 
 
-def steps_along(values: Mapping[str, Float64Array], sizes: Mapping[str, int]) -> dict[str, Float64Array]:
-    """Unit → its values (N,) less those of the unit before, of neighbours whose maps have the same side."""
-    return {
-        after: values[after] - values[before] for before, after in pairwise(values) if sizes[before] == sizes[after]
-    }
+def steps_along(
+    values: Mapping[str, Float64Array],
+    sizes: Mapping[str, int],
+    before: Mapping[str, Float64Array],
+    sizes_before: Mapping[str, int],
+) -> dict[str, Float64Array]:
+    """Unit → its values (N,) less those of the stream that it adds to, where the two maps have the same side.
+
+    before: of the streams that are not those after the unit before (`Activations.before`); their side is 0 in
+    `sizes_before` where they have no map, and no value then.
+    """
+    steps = {}
+    for previous, name in pairwise(values):
+        own = name in sizes_before
+        size = sizes_before[name] if own else sizes[previous]
+        if size == sizes[name]:
+            steps[name] = values[name] - (before[name] if own else values[previous])
+    return steps
 
 
 def steps_text(steps: Mapping[str, float], intervals: Mapping[str, Interval], kinds: Mapping[str, Kind | None]) -> str:

@@ -42,7 +42,8 @@ class Unit(NamedTuple):
     branch: if its output is zero, only the shortcut is left. stream_module: the residual stream after the unit is the
     `stream_from` of this module, multiplied by `scale`; None where no module has it. layer: the block that ends with
     this unit; None for an attention with an MLP behind it. channels_last: whether the stream, where it is a map, is
-    (B, S, S, D) and not (B, D, S, S).
+    (B, S, S, D) and not (B, D, S, S). block: the module whose input the unit adds to; None where it adds to the stream
+    after the unit before it in the same block.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Unit(NamedTuple):
     layer: str | None = None
     scale: float = 1.0
     channels_last: bool = False
+    block: nn.Module | None = None
 
 
 def residual_units(model: nn.Module) -> list[Unit]:
@@ -83,12 +85,12 @@ def first_block(model: nn.Module) -> nn.Module | None:
 def _units_of(name: str, module: Any) -> Iterator[Unit]:
     if isinstance(module, PreActivationUnit):
         kind: Kind = "attention" if isinstance(module, AttentionUnit) else "convolution"
-        yield Unit(name, kind, module.drop_path, module, layer=name)
+        yield Unit(name, kind, module.drop_path, module, layer=name, block=module)
     elif isinstance(module, BasicBlock | Bottleneck):
         last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
-        yield Unit(name, "convolution", last, module, layer=name)
+        yield Unit(name, "convolution", last, module, layer=name, block=module)
     elif isinstance(module, ConvNeXtBlock):
-        yield Unit(name, "convolution", module.mlp, module, layer=name)
+        yield Unit(name, "convolution", module.mlp, module, layer=name, block=module)
     elif isinstance(module, MultiScaleBlock | ClassAttentionBlock):
         return  # a shortcut pools and projects, or is the normalised token: none of the branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
@@ -98,11 +100,12 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         convolved = isinstance(module, XCABlock)  # between attention and MLP
         middle = module.mlp if post_norm else module.norm3 if convolved else module.norm2
         attention, mlp = (module.norm1, module.norm2) if post_norm else (module.attn, module.mlp)
-        scale, last = float(getattr(module, "residual_scale", 1.0)), _has_channels_last(module)
-        yield Unit(f"{name}.attn", "attention", attention, middle, "input", scale=scale, channels_last=last)
+        scale, nhwc = float(getattr(module, "residual_scale", 1.0)), _has_channels_last(module)
+        read: dict[str, Any] = {"scale": scale, "channels_last": nhwc, "block": module}
+        yield Unit(f"{name}.attn", "attention", attention, middle, "input", **read)
         if convolved:
             yield Unit(f"{name}.local_mp", "convolution", module.local_mp, module.norm2, "input")
-        yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name, channels_last=last)
+        yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name, channels_last=nhwc)
 
 
 def _has_channels_last(block: Any) -> bool:

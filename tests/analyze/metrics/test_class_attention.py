@@ -64,7 +64,7 @@ def test_a_network_of_class_attention_alone_has_no_collapse() -> None:
 
 def volo() -> Any:
     """One outlooker on a map of 8 × 8, three attentions of 24 channels on 4 × 4, then two class blocks."""
-    model = VOLO((1, 1, 1, 1), 64, num_classes=10, embed_dims=(24,) * 4, num_heads=(2,) * 4, post_layers=("ca", "ca"))
+    model = VOLO([1, 1, 1, 1], 64, num_classes=10, embed_dims=[24] * 4, num_heads=[2] * 4, post_layers=("ca", "ca"))
     return randomize_like_trained(model).eval()
 
 

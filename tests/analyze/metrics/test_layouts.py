@@ -9,6 +9,7 @@ from timm.models.davit import DaVit
 from timm.models.gcvit import GlobalContextVit
 from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
 from timm.models.nest import Nest
+from timm.models.twins import Twins
 from timm.models.volo import VOLO
 
 from reference import randomize_like_trained
@@ -16,7 +17,9 @@ from vitx.analyze.activations import EMBEDDING, Activations, Layout, stream_acti
 from vitx.analyze.metric import NotApplicable
 from vitx.analyze.metrics.fourier import FourierMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.metrics.variance import VarianceMetric
+from vitx.analyze.steps import steps_along
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 
@@ -43,11 +46,17 @@ def gcvit() -> Any:
 
 
 def volo() -> Any:
-    return VOLO((2, 1, 1, 1), SIDE, num_classes=10, embed_dims=(4, 8, 8, 8), num_heads=(2,) * 4)
+    return VOLO([2, 1, 1, 1], SIDE, num_classes=10, embed_dims=[4, 8, 8, 8], num_heads=[2] * 4)
 
 
 def davit() -> Any:
     return DaVit(depths=(1, 1), embed_dims=(8, 16), num_heads=(2, 2), window_size=4, num_classes=10)
+
+
+def twins() -> Any:
+    """Two stages of two blocks, with a position encoding between these."""
+    sizes: dict[str, Any] = {"embed_dims": (8, 16), "num_heads": (2, 2), "depths": (2, 2), "mlp_ratios": (2, 2)}
+    return Twins(img_size=SIDE, num_classes=10, sr_ratios=(2, 1), **sizes)
 
 
 NETWORKS = {"maxvit": maxvit, "gcvit": gcvit, "volo": volo, "davit": davit}
@@ -55,7 +64,7 @@ NETWORKS = {"maxvit": maxvit, "gcvit": gcvit, "volo": volo, "davit": davit}
 
 def network(name: str) -> Any:
     torch.manual_seed(0)
-    return randomize_like_trained(NETWORKS[name]()).eval()
+    return randomize_like_trained({**NETWORKS, "twins": twins}[name]()).eval()
 
 
 def batch_of(model: Any, side: int = SIDE) -> Activations:
@@ -141,3 +150,73 @@ def test_tokens_that_stay_in_windows_are_no_map() -> None:
     metric.add(batch)
     with pytest.raises(NotApplicable, match="no unit has a square feature map"):
         metric.result()
+
+
+def blocks_by_hand(model: Any) -> dict[str, tuple[Any, Any]]:
+    """Each block's own input and output in float64, kept by a hook of its own."""
+    kept: dict[str, tuple[Any, Any]] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _, inputs, output, name=name: kept.update(
+                {name: (inputs[0].double().numpy().copy(), output.double().numpy().copy())}
+            )
+        )
+        for name, module in model.named_modules()
+        if hasattr(module, "norm1") and hasattr(module, "mlp")
+    ]
+    batch_of(model)
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("name", "between"),
+    [
+        ("maxvit", [f"stages.{stage}.blocks.{block}.attn_block.attn" for stage in (0, 1) for block in (0, 1)][1:]),
+        ("twins", ["blocks.0.1.attn", "blocks.1.0.attn", "blocks.1.1.attn"]),
+        ("gcvit", ["stages.1.blocks.0.attn"]),
+    ],
+)
+def test_a_block_is_not_charged_with_what_stands_before_it(name: str, between: list[str]) -> None:
+    """MaxViT's MBConv, Twins' position encoding, a new stage: an update is from the block's own input to its output."""
+    model = network(name)
+    batch, metric = batch_of(model), ResidualUpdateMetric(model)
+    metric.add(batch)
+    assert list(batch.before) == between, "an input that is the stream before is kept once"
+    expected = {}
+    for block, (before, after) in blocks_by_hand(model).items():
+        ratios = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
+        expected[block] = np.median(ratios.reshape(3, -1), axis=1)
+    found = metric.result().update
+    assert found.keys() == expected.keys()
+    for block, ratios in expected.items():
+        assert found[block] == pytest.approx(ratios.mean(), rel=1e-4), block
+
+
+@pytest.mark.parametrize(("name", "block"), [("maxvit", "stages.0.blocks.1.attn_block"), ("twins", "blocks.0.1")])
+def test_a_unit_is_compared_with_the_map_that_it_adds_to(name: str, block: str) -> None:
+    """Its variance, and its highest frequency, less those of its block's input."""
+    model = network(name)
+    batch = batch_of(model)
+    metrics: list[Any] = [VarianceMetric(model), FourierMetric(model)]
+    for metric in metrics:
+        metric.add(batch)
+    variance, fourier = (metric.result() for metric in metrics)
+    before = blocks_by_hand(model)[block][0].reshape(3, 8, 8, 8)
+    alternating = (-1.0) ** np.add.outer(np.arange(8), np.arange(8))
+    highest = np.log(np.abs((before * alternating[None, :, :, None]).sum(axis=(1, 2))) + 1e-6)
+    start = (highest - np.log(np.abs(before.sum(axis=(1, 2))) + 1e-6)).mean()
+    unit = f"{block}.attn"
+    assert variance.step[unit] == pytest.approx(
+        variance.variance[unit] - before.var(axis=(1, 2), ddof=1).mean(), rel=1e-3, abs=1e-5
+    )
+    assert fourier.step[unit] == pytest.approx(fourier.units[unit].log_amplitude[-1] - start, abs=1e-3)
+
+
+def test_a_step_from_an_input_without_a_map_is_left_out() -> None:
+    values = {name: np.array([float(index)]) for index, name in enumerate("abcd")}
+    sizes = dict.fromkeys("abcd", 4)
+    steps = steps_along(values, sizes, {"c": np.array([7.0])}, {"b": 0, "c": 4, "d": 8})
+    assert {name: step.tolist() for name, step in steps.items()} == {"c": [-5.0]}
+    assert steps_along(values, {**sizes, "d": 2}, {}, {}).keys() == {"b", "c"}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vitx.analyze.activations import Activations, Layout, feature_maps_of, unit_kinds
+from vitx.analyze.activations import Activations, Layout, feature_maps_of, maps_before, unit_kinds
 from vitx.analyze.intervals import LayerSamples, Measured, ends_text, layer_intervals, rounded
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
@@ -48,11 +48,16 @@ class FourierMetric:
         self._layout, self._kinds = Layout.of(model), unit_kinds(model)
         self._amplitudes = LayerSamples()
         self._map_sizes: dict[str, int] = {}
+        self._before, self._sizes_before = LayerSamples(), dict[str, int]()
 
     def add(self, batch: Activations) -> None:
         for name, features in feature_maps_of(self._layout, batch):
             self._amplitudes.add(name, image_log_amplitudes(features))
             self._map_sizes[name] = features.shape[-1]
+        for name, before in maps_before(self._layout, batch):
+            self._sizes_before[name] = 0 if before is None else before.shape[-1]
+            if before is not None:
+                self._before.add(name, image_log_amplitudes(before))
 
     def result(self) -> Fourier:
         values = self._amplitudes.values()
@@ -61,7 +66,8 @@ class FourierMetric:
         order = [name for name in self._kinds if name in values]
         relative = {name: values[name] - values[name][:, :1] for name in order}
         highest = {name: found[:, -1] for name, found in relative.items()}
-        steps = steps_along(highest, self._map_sizes)
+        before = {name: found[:, -1] - found[:, 0] for name, found in self._before.values().items()}
+        steps = steps_along(highest, self._map_sizes, before, self._sizes_before)
         return Fourier(
             units={
                 name: Spectrum(

@@ -1,7 +1,6 @@
 """How much each block adds to the residual stream, and whether it adds anything."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,22 +37,29 @@ class ResidualUpdate(Measured):
 class ResidualUpdateMetric:
     """The length of what a block adds to a token (B, N, D) or a map, over its length before; the median token.
 
-    Blocks that change the stream's shape, or before which it was changed between blocks (a new stage), are left out.
+    Before is the block's own input, whatever stands between it and the block before. Blocks that change the stream's
+    shape are left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        blocks = {EMBEDDING: EMBEDDING}
-        blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
         self._layout = Layout.of(model)
-        self._pairs = [(before, after, layer) for (before, _), (after, layer) in pairwise(blocks.items())]
+        self._blocks: list[tuple[str, str, str, str]] = []  # (the stream before, first unit, last unit, name)
+        previous = before = first = EMBEDDING
+        for unit in residual_units(model):
+            if unit.stream_module is None:
+                continue
+            if unit.block is not None:
+                before, first = previous, unit.name
+            if unit.layer is not None:
+                self._blocks.append((before, first, unit.name, unit.layer))
+            previous = unit.name
         self._updates = LayerSamples()
 
     def add(self, batch: Activations) -> None:
-        streams = batch.streams
-        for before, after, layer in self._pairs:
-            if before in streams and after in streams and streams[before].shape == streams[after].shape:
-                pair = (self._tokens(after, streams[name]) for name in (before, after))
-                self._updates.add(layer, _relative_update(*pair))
+        for previous, first, last, layer in self._blocks:
+            before, after = batch.stream_before(first, previous), batch.streams.get(last)
+            if before is not None and after is not None and before.shape == after.shape:
+                self._updates.add(layer, _relative_update(*(self._tokens(last, each) for each in (before, after))))
 
     def _tokens(self, name: str, stream: Tensor) -> Tensor:
         """The stream before or after the unit `name` as tokens (B, N, D); a map of channels is one."""
