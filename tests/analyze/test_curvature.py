@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reference import randomize_like_trained, seq
+from run_fixture import digits_source, trained_deepvit
 from vitx.analyze.activations import in_evaluation_mode
-from vitx.analyze.curvature import hessian, hessian_eigenvalues, mean_nll
+from vitx.analyze.curvature import augmented_batches, hessian, hessian_eigenvalues, mean_nll
+from vitx.analyze.images import open_analysis_images
 from vitx.analyze.lanczos import Eigenvalues
+from vitx.analyze.metric import AnalysisOptions, MetricContext
 from vitx.analyze.metrics.hessian import HESSIAN_METRIC, HessianSpectrum, hessian_spectrum
 from vitx.analyze.metrics.hessian_density import hessian_density
 from vitx.core.errors import InputError
@@ -226,6 +229,18 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="the loss of the batch is nan"):
         hessian_eigenvalues(model, images * math.nan, labels)
     assert mean_nll(model, images, labels).isfinite()
+
+
+def test_batches_of_images_that_are_listed_by_class_are_of_most_classes() -> None:
+    source, images = digits_source("trained", trained_deepvit()), open_analysis_images("digits")
+    by_class = images.subset(np.argsort(images.labels, kind="stable"))
+    context = MetricContext(source, by_class, AnalysisOptions(loss_batches=6))
+    batches = [labels.tolist() for _, labels in augmented_batches(context)]
+    assert [len(labels) for labels in batches] == [16] * 6
+    assert min(len(set(labels)) for labels in batches) >= 6  # of ten; as listed they would be of two or three
+    together = [label for labels in batches for label in labels]
+    assert sorted(together) == by_class.evenly_spaced(96).labels.tolist()
+    assert [labels.tolist() for _, labels in augmented_batches(context)] == batches
 
 
 def test_the_interval_of_a_share_of_two_batches_is_of_shares() -> None:

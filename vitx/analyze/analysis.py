@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vitx.analyze.activations import stream_activations, stream_order
+from vitx.analyze.activations import stream_activations
 from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.findings.finding import Findings, effect_text, find, p_text
 from vitx.analyze.findings.rules import RULES
 from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.metrics import METRICS
-from vitx.analyze.metrics.cka import SMALLEST_BATCH, MinibatchCKA, cka_matrix
+from vitx.analyze.metrics.cka import cka_of_networks
 from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.analyze.options import check_metrics
 from vitx.analyze.similarity_matrix import SimilarityMatrix
@@ -148,23 +148,8 @@ def _measure_alone(
 def compare_representations(
     first: Source, second: Source, images: ImageSet, options: AnalysisOptions, *, quiet: bool = False
 ) -> SimilarityMatrix:
-    """CKA between the units of two networks on the same images; NotApplicable when one is not supported."""
-    orders = [stream_order(source.model) for source in (first, second)]
-    if min(map(len, orders)) < 2:
-        raise NotApplicable("one of the networks has no residual units that are known")
-    cka = MinibatchCKA()
-    passes = [
-        stream_activations(source.model, images, source.preprocessing, batch_size=options.batch_size, maps=False)
-        for source in (first, second)
-    ]
-    with progress("CKA of both", len(images), quiet=quiet) as bar:
-        done = 0
-        for left, right in zip(*passes, strict=True):
-            if left.images >= SMALLEST_BATCH:
-                cka.add([left.streams[name] for name in orders[0]], [right.streams[name] for name in orders[1]])
-            done += left.images
-            bar.update(done)
-    return cka_matrix(cka, *orders)
+    """CKA between the units of two networks on the same images; NotApplicable where there is none."""
+    return cka_of_networks([first, second], images, options, "CKA of both", quiet=quiet)
 
 
 def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultCache", *, quiet: bool) -> None:

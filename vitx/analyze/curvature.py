@@ -161,13 +161,14 @@ def augmented_images(context: MetricContext) -> int:
 
 
 def augmented_batches(context: MetricContext) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `loss_batches` batches, shifted by up to an eighth of the side: (images (B, 3, S, S), labels (B,)).
+    """`loss_batches` batches, shifted by up to an eighth of the side: (images (B, 3, S, S), labels (B,)).
 
     A shift, drawn from the seed, with a mirrored border is the augmentation that all recipes share. Images are
-    normalised. They are evenly spaced over the set already, so the first ones are of all classes.
+    normalised. They are evenly spaced over the set and in an order drawn from the seed: a batch of one or two classes,
+    as the images are mostly listed, has another loss and another Hessian than one of all.
     """
     source, images, options, *_ = context
-    chosen = images.evenly_spaced(augmented_images(context))
+    chosen = images.evenly_spaced(augmented_images(context)).shuffled(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     device = next(source.model.parameters()).device
     max_shift = max(1, source.preprocessing.image_size // 8)

@@ -73,6 +73,10 @@ class ImageSet:
         """At most `count` images, evenly spaced over the set (all of them for None): see `evenly_spaced`."""
         return self if count is None else self.subset(evenly_spaced(len(self), count))
 
+    def shuffled(self, seed: int) -> "ImageSet":
+        """All images in an order drawn from the seed: batches of it are of most classes, however it is listed."""
+        return self.subset(np.random.default_rng(seed).permutation(len(self)))
+
     def subset(self, indices: npt.NDArray[np.int64]) -> "ImageSet":
         """The images of `indices`, in that order."""
         keys = tuple(self.keys[index] for index in indices)

@@ -11,10 +11,10 @@ from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from reference import randomize_like_trained, seq
-from vitx.analyze.activations import EMBEDDING, Activations, Layout, stream_activations
+from vitx.analyze.activations import EMBEDDING, Activations, Layout, stream_activations, stream_order
 from vitx.analyze.metric import NotApplicable
 from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
-from vitx.analyze.metrics.cka import CKAMetric
+from vitx.analyze.metrics.cka import MinibatchCKA
 from vitx.analyze.metrics.feature_similarity import FeatureSimilarityMetric
 from vitx.analyze.metrics.fourier import FourierMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
@@ -167,15 +167,17 @@ def test_every_family_is_measured(name: str) -> None:
     assert [batch.images for batch in batches] == [5, 5]
     assert EMBEDDING in batches[0].streams
     assert bool(batches[0].maps) == (name not in ("resnet18", "resnet26", "convnext_atto"))
-    metrics: list[Any] = [FourierMetric(model), VarianceMetric(model), CKAMetric(model)]
+    metrics: list[Any] = [FourierMetric(model), VarianceMetric(model)]
+    cka = MinibatchCKA()
     for batch in batches:
+        cka.add([batch.streams[unit] for unit in stream_order(model)])
         for metric in metrics:
             metric.add(batch)
-    fourier, variance, cka = (metric.result() for metric in metrics)
+    fourier, variance = (metric.result() for metric in metrics)
     assert len(fourier.units) >= 3  # CaiT's class blocks have no map
     assert len(fourier.units) == len(batches[0].streams) or not name.startswith("swin")
     assert set(fourier.units) == set(variance.variance)
-    matrix = torch.tensor(cka.matrix, dtype=torch.float64)
+    matrix = cka.result()
     assert torch.allclose(matrix, matrix.T)
     assert matrix.diagonal().tolist() == pytest.approx([1.0] * len(matrix))
 
@@ -330,7 +332,7 @@ def test_blocks_that_fold_images_have_no_streams_or_maps_of_images(name: str) ->
     }
     model = timm.create_model(name, num_classes=10, **sizes[name]).eval()
     metrics: list[Any] = [OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)]
-    metrics += [ResidualUpdateMetric(model), FourierMetric(model), VarianceMetric(model), CKAMetric(model)]
+    metrics += [ResidualUpdateMetric(model), FourierMetric(model), VarianceMetric(model)]
     for batch in stream_activations(model, DIGITS.first(4), Preprocessing(image_size=32), batch_size=4):
         assert {len(stream) for stream in batch.streams.values()} <= {4}
         assert bool(batch.maps) == (name == "mobilevit_xxs")

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitx.analyze.activations import Activations, stream_order
+from vitx.analyze.activations import stream_activations, stream_order
 from vitx.analyze.intervals import FEWEST, resampled_means
-from vitx.analyze.metric import Metric, NotApplicable
+from vitx.analyze.metric import AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.metric_figures import draw_matrices
 from vitx.analyze.similarity_matrix import SimilarityMatrix, matrix_line
+from vitx.core.console import progress
 from vitx.core.errors import InputError
+from vitx.data.image_set import ImageSet
+from vitx.models.source import Source
 
 # HSIC₁ divides by n − 3.
 SMALLEST_BATCH = 4
@@ -117,25 +120,37 @@ def _centred(features: Sequence[Tensor]) -> Tensor:
     return torch.stack([_gram(layer) for layer in features])
 
 
-class CKAMetric:
-    """CKA between the outputs (B, …) of all units of one network; no unit, at most 1 (docs/maths.md §5.1).
+def measure_cka(context: MetricContext) -> SimilarityMatrix:
+    source, images, options, quiet, name = context
+    return cka_of_networks([source], images, options, name, quiet=quiet)
 
-    Batches of fewer than 4 images are left out: HSIC₁ is not defined for them.
+
+def cka_of_networks(
+    sources: Sequence[Source], images: ImageSet, options: AnalysisOptions, title: str, *, quiet: bool
+) -> SimilarityMatrix:
+    """CKA between the outputs (B, …) of all units of one network, or of two; no unit, at most 1 (docs/maths.md §5.1).
+
+    A pass of its own, in an order drawn from the seed: between images of one or two classes, which a batch holds where
+    images are listed by class, layers are alike in another degree. Batches of fewer than 4 images are left out: HSIC₁
+    is not defined for them.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._order, self._cka = stream_order(model), MinibatchCKA()
-
-    def add(self, batch: Activations) -> None:
-        if batch.images >= SMALLEST_BATCH and batch.streams:
-            self._cka.add([batch.streams[name] for name in self._order])
-
-    def result(self) -> SimilarityMatrix:
-        if len(self._order) < 2:
-            raise NotApplicable("the network has no residual units that are known")
-        if not self._cka.batches:
-            raise NotApplicable(f"no batch of {SMALLEST_BATCH} images or more")
-        return cka_matrix(self._cka, self._order, self._order)
+    orders = [stream_order(source.model) for source in sources]
+    if min(map(len, orders)) < 2:
+        raise NotApplicable("the network has no residual units that are known")
+    shuffled, cka = images.shuffled(options.seed), MinibatchCKA()
+    passes = [
+        stream_activations(source.model, shuffled, source.preprocessing, batch_size=options.batch_size, maps=False)
+        for source in sources
+    ]
+    with progress(title, len(images), quiet=quiet) as bar:
+        done = 0
+        for batches in zip(*passes, strict=True):
+            if batches[0].images >= SMALLEST_BATCH:
+                cka.add(*([each.streams[unit] for unit in order] for each, order in zip(batches, orders, strict=True)))
+            bar.update(done := done + batches[0].images)
+    if not cka.batches:
+        raise NotApplicable(f"no batch of {SMALLEST_BATCH} images or more")
+    return cka_matrix(cka, orders[0], orders[-1])
 
 
 def cka_matrix(cka: MinibatchCKA, layers: Sequence[str], columns: Sequence[str]) -> SimilarityMatrix:
@@ -153,7 +168,7 @@ CKA_METRIC = Metric(
     precision="bootstrap over batches; entries share the widest",
     record=SimilarityMatrix,
     line=matrix_line,
-    activation=lambda context: CKAMetric(context.source.model),
-    streams=True,
+    measure=measure_cka,
+    options=("seed",),
     figure=draw_matrices,
 )
