@@ -14,7 +14,7 @@ from vitx.analyze.activations import stream_activations
 from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.findings.finding import Findings, effect_text, find, p_text
 from vitx.analyze.findings.rules import RULES
-from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
+from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, MetricContext, NotApplicable, labels_missing
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.cka import cka_of_networks
 from vitx.analyze.metrics.trajectory import checkpoints_by_step
@@ -113,7 +113,7 @@ def analyze(
     analysis = Analysis(source, images, options)
     results = _ResultCache(cache, source, images, options)
     for name in METRICS if cache else names:
-        reason = _labels_missing(METRICS[name], source, images)
+        reason = labels_missing(source, images) if METRICS[name].labels else None
         if reason and name in names:
             analysis.not_applicable[name] = reason
         elif not reason:
@@ -182,23 +182,6 @@ def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultC
         results.write(name, analysis)
 
 
-def _labels_missing(metric: Metric, source: Source, images: ImageSet) -> str | None:
-    """Why the images' labels cannot be used for this network, if the metric needs labels; else None."""
-    if not metric.labels:
-        return None
-    if not images.class_names:
-        return "the images have no labels"
-    if len(images.class_names) != len(source.class_names):
-        return f"the images are of {len(images.class_names)} classes, the network knows {len(source.class_names)}"
-    numbers = tuple(map(str, range(len(source.class_names))))  # where classes have no names
-    if numbers in (images.class_names, source.class_names):
-        return None
-    for index, (here, known) in enumerate(zip(images.class_names, source.class_names, strict=True)):
-        if here != known:
-            return f"class {index} is '{here}' of the images, and '{known}' of the network"
-    return None
-
-
 class _ResultCache:
     """Results as files METRIC-KEY.json in a folder; another network, image, option or definition is another key."""
 
@@ -211,6 +194,7 @@ class _ResultCache:
         # The same weights are another network with other arguments, and see other pixels with other preprocessing.
         about = source.spec.model_dump(mode="json"), source.preprocessing.model_dump(mode="json")
         self._subject = {"model": source.checkpoint_sha256, "about": about, "images": images.digest()}
+        self._subject["labels"] = labels_missing(source, images)  # and with other names of classes no answer is wrong
         if options.corrupted is not None:
             self._copies = files_digest(Path(options.corrupted))
 

@@ -109,6 +109,31 @@ class Metric:
         return self.activation(context)
 
 
+def labels_missing(source: Source, images: ImageSet) -> str | None:
+    """Why the images' labels cannot be held against the network's answers; None where they can."""
+    if not images.class_names:
+        return "the images have no labels"
+    if len(images.class_names) != len(source.class_names):
+        return f"the images are of {len(images.class_names)} classes, the network knows {len(source.class_names)}"
+    if _are_numbers(images.class_names) or _are_numbers(source.class_names):
+        return None
+    for index, (here, known) in enumerate(zip(images.class_names, source.class_names, strict=True)):
+        if here != known:
+            return f"class {index} is '{here}' of the images, and '{known}' of the network"
+    return None
+
+
+def answer_names(source: Source, images: ImageSet) -> tuple[str, ...]:
+    """What the network's answers are called: the images' names of the classes where it has only numbers for as many."""
+    alike = len(images.class_names) == len(source.class_names)
+    return images.class_names if alike and _are_numbers(source.class_names) else source.class_names
+
+
+def _are_numbers(class_names: tuple[str, ...]) -> bool:
+    """Whether classes have no names."""
+    return class_names == tuple(map(str, range(len(class_names))))
+
+
 def first_to_last(values: Iterable[float]) -> str:
     """The first and the last of some values along the network, as text."""
     first, *_, last = [*values] * 2  # twice, so that a single value is both

@@ -12,6 +12,7 @@ from vitx.analyze.analysis import Analysis
 from vitx.analyze.findings.differences import Difference, differences
 from vitx.analyze.findings.finding import Finding, Findings, effect_text, p_text
 from vitx.analyze.intervals import with_interval
+from vitx.analyze.metric import answer_names
 from vitx.analyze.metric_figures import COLOURS
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.confidence import Confidence, Mistake
@@ -159,8 +160,8 @@ def _looked_at(analysis: Analysis) -> dict[int, Float32Array]:
 def _item(analysis: Analysis, seen: Mistake | LookedAt, shares: Float32Array | None) -> str:
     """One image, what the network took it for, and beside it where it looked, if that is known."""
     images = analysis.images
-    names = images.class_names or analysis.source.class_names
-    label, predicted = (names[number] if number >= 0 else "" for number in (seen.label, seen.predicted))
+    label = images.class_names[seen.label] if seen.label >= 0 else ""
+    predicted = answer_names(analysis.source, images)[seen.predicted]
     taken = predicted if label in ("", predicted) else f"{label} taken for {predicted}"
     key = html.escape(images.keys[seen.image])
     pixels = analysis.source.preprocessing.from_bytes(images.read(seen.image))

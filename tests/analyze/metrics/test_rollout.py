@@ -72,6 +72,33 @@ def test_the_page_shows_images_beside_where_the_network_looks(found: Analysis, t
     assert len(pictures) == len(set(pictures)) == 2 * EXAMPLES
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_images_of_classes_that_the_network_does_not_know(source: Source, tmp_path: Path, first: int) -> None:
+    """An answer has the network's name of the class, a label the images' one, and no answer is called wrong."""
+    animals = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "koala")
+    knows = replace(source, class_names=animals[:10])
+    images = replace(open_analysis_images("digits", 40), class_names=animals[1 : 11 if first else 10])
+    images = replace(images, labels=np.minimum(images.labels, len(images.class_names) - 1))
+    found = analyze(knows, images, ("rollout",), AnalysisOptions(), quiet=True)
+    rollout = found.results["rollout"]
+    assert isinstance(rollout, Rollout)
+    assert not rollout.mistakes
+    page = ReportWriter(tmp_path).write([found]).read_text()
+    for seen in rollout.examples:
+        label, predicted = images.class_names[seen.label], animals[seen.predicted]
+        said = predicted if label == predicted else f"{label} taken for {predicted}"
+        assert f"{said}, {100 * seen.confidence:.1f} %" in page
+
+
+def test_a_network_without_names_of_its_classes_takes_those_of_the_images(source: Source, tmp_path: Path) -> None:
+    images = replace(open_analysis_images("digits", 6), class_names=tuple(f"class {digit}" for digit in range(10)))
+    found = analyze(source, images, ("rollout",), AnalysisOptions(), quiet=True)
+    rollout = found.results["rollout"]
+    assert isinstance(rollout, Rollout)
+    page = ReportWriter(tmp_path).write([found]).read_text()
+    assert all(f"class {seen.predicted}, {100 * seen.confidence:.1f} %" in page for seen in rollout.examples)
+
+
 def test_networks_without_one_attention_a_block(source: Source) -> None:
     other = replace(source, model=timm.create_model("resnet10t", num_classes=10))
     images = open_analysis_images("digits", 4)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vitx.analyze.activations import Activations
 from vitx.analyze.intervals import Measured, mean_interval, with_interval
-from vitx.analyze.metric import Metric, MetricContext, NotApplicable
+from vitx.analyze.metric import Metric, MetricContext, NotApplicable, labels_missing
 from vitx.analyze.metrics.confidence import MISTAKES
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -31,7 +31,8 @@ class LookedAt(Record):
 
 
 class Rollout(Measured):
-    """grid: rows and columns of patches. examples: evenly spaced images; mistakes: the surest wrong answers.
+    """grid: rows and columns of patches. examples: evenly spaced images; mistakes: the surest wrong answers, none where
+    the images' classes are not the network's.
 
     largest: mean over all images of the largest share of a patch, times the number of patches: 1 is an even look.
     """
@@ -54,6 +55,7 @@ class RolloutMetric:
         except InputError as error:
             self._reason = str(error).partition(";")[0]
         self._labels = context.images.labels
+        self._judged = labels_missing(context.source, context.images) is None
         self._shown = set(np.linspace(0, len(context.images) - 1, EXAMPLES).round().astype(int).tolist())
         self._examples: list[LookedAt] = []
         self._mistakes: list[tuple[float, int, LookedAt]] = []
@@ -72,7 +74,7 @@ class RolloutMetric:
         sure, classes = torch.softmax(batch.logits, dim=1).max(dim=1)
         for row in range(batch.images):
             index, label = first + row, int(self._labels[first + row])
-            wrong = 0 <= label != int(classes[row])
+            wrong = self._judged and 0 <= label != int(classes[row])
             if not wrong and index not in self._shown:
                 continue
             seen = _seen(index, label, int(classes[row]), float(sure[row]), shares[row])
