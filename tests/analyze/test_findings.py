@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from vitx.analyze import Analysis, AnalysisOptions, analyze, chosen_metrics
 from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.findings.differences import differences
 from vitx.analyze.findings.finding import Finding, Rule, find
+from vitx.analyze.findings.rules import RULES
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.intervals import holm, mean_interval, paired_change
 from vitx.analyze.metrics.confidence import confidence
+from vitx.analyze.metrics.over_smoothing import OverSmoothing
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
 from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
@@ -178,6 +181,22 @@ def test_an_onset_goes_back_until_a_layer_does_not_follow() -> None:
     )
     assert stated == [["last", "before"], ["last", "before"]]
     assert found.tests == {"chain": 4, "none": 2, "no": 0}
+
+
+def test_p_of_an_onset_is_that_of_its_weakest_layer() -> None:
+    """61 of 100 images at blocks.1 are less sure than 100 of 100 at blocks.2, and the onset says both."""
+    record = OverSmoothing(
+        images=100,
+        threshold=0.9,
+        embedding=0.1,
+        cos_sim={"blocks.0": 0.5, "blocks.1": 0.91, "blocks.2": 0.99},
+        smoothed={"blocks.0": 10, "blocks.1": 61, "blocks.2": 100},
+        attention_std={},
+    )
+    (found,) = find({"over-smoothing": record}, RULES).found
+    assert "begins at blocks.1" in found.statement
+    ways = sum(comb(100, count) for count in range(61, 101))
+    assert found.p == pytest.approx(ways / 2**100)
 
 
 def test_holm_and_the_intervals_are_those_of_the_literature() -> None:

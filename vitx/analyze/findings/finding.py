@@ -1,6 +1,7 @@
 """A finding: a statement with its effect, interval, baseline and p value, made only when a test allows it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from vitx.analyze.intervals import CONFIDENCE, Interval, holm, with_interval
@@ -75,20 +76,21 @@ def find(results: Mapping[str, Record], rules: Sequence[Rule]) -> Findings:
     adjusted = dict(zip(family, holm([p_of[kind][subject] for kind, subject in family]), strict=True))
     found = []
     for rule, metric, tests in applying:
-        subjects = _rejected(rule, tests, adjusted)
+        p_values = _adjusted(rule, tests, adjusted)
+        subjects = _rejected(rule, p_values)
         finding = rule.state(results[metric], subjects) if subjects else None
         if finding is not None:
-            p = max(adjusted.get((rule.kind, subject), 0.0) for subject in subjects)
+            p = max(p_values[subject] for subject in subjects)
             found.append(finding.model_copy(update={"kind": rule.kind, "metric": metric, "p": p}))
     return Findings(found=tuple(found), tests={rule.kind: len(tests) for rule, _, tests in applying})
 
 
-def _rejected(rule: Rule, tests: Mapping[str, float], adjusted: Mapping[tuple[str, str], float]) -> list[str]:
-    if not rule.in_order:
-        return [subject for subject in tests if adjusted[rule.kind, subject] <= RISK]
-    rejected: list[str] = []
-    for subject, p in tests.items():
-        if (p > RISK / len(adjusted)) if rejected else (adjusted[rule.kind, subject] > RISK):
-            break
-        rejected.append(subject)
-    return rejected
+def _adjusted(rule: Rule, tests: Mapping[str, float], adjusted: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Subject → its adjusted p value; that of a later test of a chain is for the same share of the 5 %."""
+    return {subject: adjusted.get((rule.kind, subject), min(1.0, p * len(adjusted))) for subject, p in tests.items()}
+
+
+def _rejected(rule: Rule, p_values: Mapping[str, float]) -> list[str]:
+    if rule.in_order:
+        return [*takewhile(lambda subject: p_values[subject] <= RISK, p_values)]
+    return [subject for subject, p in p_values.items() if p <= RISK]
