@@ -12,7 +12,7 @@ from run_fixture import digits_source, trained_deepvit
 from vitx.analyze import AnalysisOptions, analyze
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.images import open_analysis_images
-from vitx.analyze.metrics.cka import MinibatchCKA, grams_of, hsic_1, linear_cka
+from vitx.analyze.metrics.cka import MinibatchCKA, cka_matrix, grams_of, hsic_1, linear_cka
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import InputError
 
@@ -45,6 +45,30 @@ def test_rotation_scale_and_shift_change_nothing() -> None:
 def test_float32_of_large_means_keeps_its_digits() -> None:
     shifted = (X + 1000).float()
     assert linear_cka(shifted, Y.float()).item() == pytest.approx(linear_cka(X, Y).item(), abs=2e-3)
+
+
+@pytest.mark.parametrize("images", [5, 6, 7, 9, 10, 16, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_that_is_the_same_for_all_images_is_like_none(images: int, dtype: torch.dtype) -> None:
+    """Also where the mean of equal numbers is not the number, and centring leaves roundings."""
+    same, other = (seq(k, 1, 64).expand(images, 64).to(dtype) for k in (0.3, 1.1))
+    layer = seq(2.0, images, 32).to(dtype)
+    for unbiased in (True, False):
+        assert linear_cka(same, layer, unbiased=unbiased).isnan()
+        assert linear_cka(1000 * same, other, unbiased=unbiased).isnan()
+        assert linear_cka(layer, layer, unbiased=unbiased).item() == pytest.approx(1)
+    assert linear_cka(same + 1e-3 * seq(0.9, images, 64).to(dtype), layer).isfinite()
+    cka = MinibatchCKA()
+    for _ in range(10):
+        cka.add([layer, same])
+    ((own, cross), (again, alone)) = cka_matrix(cka, "ab", "ab").matrix
+    assert own == pytest.approx(1)
+    assert (cross, again, alone) == (None, None, None)
+    assert cka.widest() == pytest.approx(0, abs=1e-9)
+    constant = MinibatchCKA()
+    for _ in range(10):
+        constant.add([same])
+    assert constant.widest() is None
 
 
 def test_batches_add_up() -> None:

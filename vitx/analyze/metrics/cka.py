@@ -24,20 +24,22 @@ from vitx.models.source import Source
 
 # HSIC₁ divides by n − 3.
 SMALLEST_BATCH = 4
+# Of a layer that is the same for all images, centring leaves what rounding made: up to this many roundings of its mean.
+ROUNDINGS = 64
 
 
 def linear_cka(x_BP: Tensor, y_BQ: Tensor, *, unbiased: bool = True) -> Tensor:
     """HSIC(K, L) / √(HSIC(K, K) HSIC(L, L)) of two representations of the same B images, K = XXᵀ, L = YYᵀ; a scalar.
 
-    1: the same up to rotation and scale. `unbiased` uses HSIC₁, which leaves out the diagonals and may be negative;
-    without it HSIC₀ of centred kernels. Raises InputError for another number of images, or fewer than 4 with
-    `unbiased`.
+    1: the same up to rotation and scale; nan where a side is the same for all images. `unbiased` uses HSIC₁, which
+    leaves out the diagonals and may be negative; without it HSIC₀ of centred kernels. Raises InputError for another
+    number of images, or fewer than 4 with `unbiased`.
     """
     if len(x_BP) != len(y_BQ):
         raise InputError(f"CKA of {len(x_BP)} and {len(y_BQ)} images: both sides must be of the same images")
     grams = grams_of([x_BP, y_BQ]) if unbiased else _centred([x_BP, y_BQ])
     hsic = hsic_1(grams, grams) if unbiased else torch.einsum("lij,mij->lm", grams, grams)
-    return hsic[0, 1] / (hsic[0, 0] * hsic[1, 1]).sqrt()
+    return _alignment(hsic[:1, 1:], hsic[0, :1], hsic[1, 1:])[0, 0]
 
 
 def grams_of(features: Sequence[Tensor]) -> Tensor:
@@ -84,7 +86,7 @@ class MinibatchCKA:
         if not self._batches:
             raise InputError(f"CKA saw no batch of {SMALLEST_BATCH} images or more: give more images")
         cross, own_k, own_l = (torch.stack(parts).sum(dim=0) for parts in zip(*self._batches, strict=True))
-        return cross / (own_k[:, None] * own_l).sqrt()
+        return _alignment(cross, own_k, own_l)
 
     @property
     def batches(self) -> int:
@@ -94,12 +96,19 @@ class MinibatchCKA:
         """Half the width of the widest bootstrap interval of an entry, over batches; None for fewer than ten."""
         if len(self._batches) < FEWEST:
             return None
+        comparable = self.result().isfinite()
+        if not comparable.any():
+            return None
         parts = (torch.stack(parts).cpu().numpy() for parts in zip(*self._batches, strict=True))
-        cross, own_k, own_l = (resampled_means(part) for part in parts)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            resampled = cross / np.sqrt(own_k[:, :, None] * own_l[:, None])
-        low, high = np.nanquantile(resampled.reshape(len(resampled), -1), (0.025, 0.975), axis=0)
-        return _number(float(np.nanmax(high - low)) / 2)
+        resampled = _alignment(*(torch.from_numpy(resampled_means(part)) for part in parts))
+        low, high = np.nanquantile(resampled[:, comparable.cpu()].numpy(), (0.025, 0.975), axis=0)
+        return float(np.max(high - low)) / 2
+
+
+def _alignment(cross_LM: Tensor, own_L: Tensor, own_M: Tensor) -> Tensor:
+    """HSIC(K, L) / √(HSIC(K, K) HSIC(L, L)) over the last two axes; nan where a layer has none with itself."""
+    first, second = own_L.unsqueeze(-1), own_M.unsqueeze(-2)
+    return torch.where((first > 0) & (second > 0), cross_LM / (first * second).sqrt(), math.nan)
 
 
 def _own(grams: Tensor) -> Tensor:
@@ -108,12 +117,15 @@ def _own(grams: Tensor) -> Tensor:
 
 
 def _gram(features: Tensor) -> Tensor:
-    """XXᵀ of the centred, flattened features: (B, B), float64."""
+    """XXᵀ of the centred, flattened features: (B, B), float64; 0 where they are the same for all images."""
     flat = features.flatten(1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     # Centring changes K only by what HSIC subtracts anyway; done first, float32 does not spend its digits on the mean.
-    flat = flat - flat.mean(dim=0)
-    return (flat @ flat.T).double()
+    mean = flat.mean(dim=0)
+    centred = flat - mean
+    gram = (centred @ centred.T).double()
+    rounding = ROUNDINGS * torch.finfo(flat.dtype).eps * torch.linalg.vector_norm(mean).double()
+    return torch.where(gram.trace() > len(flat) * rounding.square(), gram, 0.0)
 
 
 def _centred(features: Sequence[Tensor]) -> Tensor:
