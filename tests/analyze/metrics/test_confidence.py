@@ -1,16 +1,23 @@
 """Confidence against the reference numbers of Park & Kim's definitions, slow formulas and known temperatures."""
 
 import json
+import math
 
 import numpy as np
 import pytest
+import torch
 from scipy import optimize
+from torch import nn
 
 from reference import LABELS, PROBABILITIES
-from vitx.analyze.metrics.confidence import confidence
+from run_fixture import digits_source
+from vitx.analyze.activations import Activations
+from vitx.analyze.metric import AnalysisOptions, MetricContext
+from vitx.analyze.metrics.confidence import ConfidenceMetric, confidence
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
 from vitx.core.errors import InputError
 from vitx.core.probabilities import classification_metrics, softmax
+from vitx.data.image_set import ImageSet
 
 
 def noisy_logits(n: int = 400, classes: int = 5, overconfidence: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
@@ -83,6 +90,23 @@ def test_what_has_no_images_is_none() -> None:
     sure = confidence(np.eye(2), np.array([1, 1]))
     assert (sure.acc_90, sure.unc_90) == (0.5, 0)
     assert 300 < sure.nll < 400  # half of −log of the smallest float, not infinite
+
+
+def test_a_very_sure_mistake_costs_all_its_nats() -> None:
+    """Its probability is 0 in float64, its logarithm is not: −z_y + log Σ e^z by hand."""
+    logits = np.array([[3000.0, 0.0, 0.0], [0.0, 5.0, 0.0]])
+    context = MetricContext(digits_source("sure", nn.Identity()), labelled(1, 1), AnalysisOptions())
+    metric = ConfidenceMetric(context)
+    metric.add(Activations(2, {}, {}, {}, torch.tensor(logits)))
+    assert metric.result().nll == pytest.approx((3000 + math.log(math.exp(5) + 2) - 5) / 2)
+    assert metric.result().per_image["NLL"][0] == 3000
+    assert confidence(softmax(logits), np.array([1, 1])).nll < 360  # of the probabilities alone no more is known
+
+
+def labelled(*labels: int) -> ImageSet:
+    """Images that are never read."""
+    names = tuple(map(str, labels))
+    return ImageSet("labels", ("0", "1", "2"), names, np.array(labels), lambda index: b"")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from vitx.core.probabilities import (
     brier_score,
     calibration_error,
     confidence_bins,
+    log_softmax,
     softmax,
     wilson_interval,
 )
@@ -89,8 +90,13 @@ class Confidence(Measured):
     mistakes: tuple[Mistake, ...]
 
 
-def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BINS) -> Confidence:
+def confidence(
+    probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BINS, log_probabilities: LogitArray | None = None
+) -> Confidence:
     """Measure probabilities (N, C) against labels (N,). The confidence of an image is its largest probability.
+
+    log_probabilities: log_softmax(logits), which says how small a probability is that underflowed to 0; without it such
+    an image counts as 708 nats.
 
     - nll: −mean log p_y, nats; brier: mean ‖p − onehot(y)‖². Both are least for the true probabilities.
     - ece: Σ_b n_b/N |accuracy_b − confidence_b| over equal bins b (Guo et al., arXiv 1706.04599, eq. 3); signed_ece:
@@ -112,7 +118,9 @@ def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BIN
     correct = predicted == labels
     certain = top > CERTAIN
     of_label = probabilities[np.arange(len(labels)), labels]
-    nll = -np.log(np.maximum(of_label, np.finfo(np.float64).tiny))  # finite for an underflow to 0
+    if log_probabilities is None:
+        log_probabilities = np.log(np.maximum(probabilities, np.finfo(np.float64).tiny))
+    nll = -np.asarray(log_probabilities, dtype=np.float64)[np.arange(len(labels)), labels]
     squares = np.square(probabilities).sum(axis=1) - 2 * of_label + 1
     ece = calibration_error(probabilities, labels, bins)
     null = null_calibration_errors(top, bins)
@@ -238,7 +246,8 @@ class ConfidenceMetric(LogitCollector):
     """`confidence` of the softmax of the logits (N, C)."""
 
     def result(self) -> Confidence:
-        return confidence(softmax(self.logits()), self.labels)
+        logits = self.logits()
+        return confidence(softmax(logits), self.labels, log_probabilities=log_softmax(logits))
 
 
 def draw_confidence(results: Results) -> "Figure":
