@@ -18,7 +18,7 @@ from vitx.analyze.findings.differences import differences
 from vitx.analyze.findings.finding import Finding, Rule, find
 from vitx.analyze.findings.rules import RULES
 from vitx.analyze.images import open_analysis_images
-from vitx.analyze.intervals import holm, mean_interval, paired_change
+from vitx.analyze.intervals import Measured, holm, mean_interval, paired_change
 from vitx.analyze.metrics.confidence import confidence
 from vitx.analyze.metrics.over_smoothing import OverSmoothing
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
@@ -214,6 +214,20 @@ def test_paired_intervals_hold_what_they_promise() -> None:
     counts = generator.multinomial(200, (0.05, 0.02, 0.93), size=2000)
     held = [low <= -0.03 <= high for low, high in (paired_change(int(b), int(c), 200) for b, c, _ in counts)]
     assert 0.93 < np.mean(held) < 0.98
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (1, 4)])
+def test_the_interval_of_a_difference_of_accuracy_is_that_of_pairs(lost: int, gained: int) -> None:
+    """Wald's with half a pair more in each cell of the table; where no answer differs it still has a width."""
+    right = np.arange(50) < 30
+    other = right ^ (np.arange(50) < lost) ^ (np.arange(50) >= 50 - gained)
+    records = [Measured(per_image={"accuracy": tuple(answers.astype(float))}) for answers in (right, other)]
+    (found,) = differences({"confidence": records[0]}, {"confidence": records[1]})
+    b, c, n = lost + 0.5, gained + 0.5, 52
+    half = 1.959964 * np.sqrt(b + c - (c - b) ** 2 / n) / n
+    assert found.difference == pytest.approx((gained - lost) / 50)
+    assert found.interval == pytest.approx(((c - b) / n - half, (c - b) / n + half))
+    assert not found.significant
 
 
 def test_a_perfectly_calibrated_network_is_called_miscalibrated_one_time_in_twenty() -> None:

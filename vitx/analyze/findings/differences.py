@@ -6,7 +6,7 @@ import numpy as np
 from scipy import stats
 
 from vitx.analyze.findings.finding import RISK
-from vitx.analyze.intervals import FEWEST, Interval, Measured, holm, percentiles, resample_weights
+from vitx.analyze.intervals import FEWEST, Interval, Measured, holm, paired_change, percentiles, resample_weights
 from vitx.core.files import Record
 from vitx.core.probabilities import ECE_BINS, Float64Array, confidence_bins
 
@@ -29,8 +29,8 @@ class Difference(Record):
 def differences(first: Mapping[str, Record], second: Mapping[str, Record]) -> list[Difference]:
     """Compare every number that both networks' results have of the same images; empty for fewer than ten images.
 
-    p is that of the bootstrap of the paired difference, of McNemar's exact test for accuracy. The caller sees to it
-    that both are of the same images.
+    p and interval are those of the bootstrap of the paired difference; of accuracy those of McNemar's exact test and
+    of Agresti and Min. The caller sees to it that both are of the same images.
     """
     pairs = [
         (name, np.array(one), np.array(values[name]))
@@ -55,12 +55,19 @@ def _per_image(results: Mapping[str, Record]) -> Iterator[tuple[str, dict[str, t
 
 
 def _compared(name: str, one: Float64Array, other: Float64Array) -> Difference:
-    resampled = np.concatenate([weights @ (other - one) / len(one) for weights in resample_weights(len(one))])
-    p = _bootstrap_p(resampled)
     if name == "accuracy":
-        lost, gained = int((one > other).sum()), int((other > one).sum())
-        p = float(stats.binomtest(min(lost, gained), lost + gained, 0.5).pvalue) if lost + gained else 1.0
-    return _difference(name, float(one.mean()), float(other.mean()), resampled, p)
+        return _accuracy_compared(one, other)
+    resampled = np.concatenate([weights @ (other - one) / len(one) for weights in resample_weights(len(one))])
+    (interval,) = percentiles(resampled[:, None])
+    return _difference(name, float(one.mean()), float(other.mean()), interval, _bootstrap_p(resampled))
+
+
+def _accuracy_compared(one: Float64Array, other: Float64Array) -> Difference:
+    """Whether each answer was right: a resample of few answers that differ, or of none, says too little of the rest."""
+    lost, gained = int((one > other).sum()), int((other > one).sum())
+    p = float(stats.binomtest(min(lost, gained), lost + gained, 0.5).pvalue) if lost + gained else 1.0
+    interval = paired_change(lost, gained, len(one))
+    return _difference("accuracy", float(one.mean()), float(other.mean()), interval, p)
 
 
 def _ece_compared(*columns: Float64Array) -> Difference:
@@ -78,7 +85,8 @@ def _ece_compared(*columns: Float64Array) -> Difference:
             for weights in resample_weights(images)
         ]
     )
-    return _difference("ECE", one, other, resampled, _bootstrap_p(resampled))
+    (interval,) = percentiles(resampled[:, None])
+    return _difference("ECE", one, other, interval, _bootstrap_p(resampled))
 
 
 def _bootstrap_p(resampled: Float64Array) -> float:
@@ -93,14 +101,13 @@ def _bootstrap_p(resampled: Float64Array) -> float:
     return min(1.0, max(counted, 2 * float(stats.norm.sf(abs(float(resampled.mean())) / spread))))
 
 
-def _difference(name: str, one: float, other: float, resampled: Float64Array, p: float) -> Difference:
-    ((low, high),) = percentiles(resampled[:, None])
+def _difference(name: str, one: float, other: float, interval: Interval, p: float) -> Difference:
     return Difference(
         quantity=name,
         first=one,
         second=other,
         difference=other - one,
-        interval=(low, high),
+        interval=interval,
         p=p,
         significant=False,
     )
