@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import training_jobs
 from cli_fixture import Vitx
+from epoch_row import epoch_row
 from training_jobs import metrics_of
 from vitx.core.errors import InputError
 from vitx.core.panels import png
@@ -202,8 +204,23 @@ def test_every_study_has_a_figure(kind: str, blocks: int, seeds: int) -> None:
     assert png(draw_study(result)).startswith(b"\x89PNG")
 
 
+def test_the_best_epoch_is_the_one_that_the_recipe_selects() -> None:
+    history = [epoch_row(1, top1=0.95, nll=0.9), epoch_row(2, top1=0.90, nll=0.3), epoch_row(3, top1=0.5, nll=0.5)]
+    best: dict[Any, float] = {metric: Score.of("v", 0, history, metric).best_top1 for metric in ("top1", "nll")}
+    assert best == {"top1": 0.95, "nll": 0.90}
+    assert Score.of("v", 0, history, "nll").top1 == 0.5
+
+
 def tiny_study(out: Path, images: Path) -> Study:
-    return Study("depth", "digits-deit", out, (4,), str(images), (*TINY, f"epochs={EPOCHS}"), device="cpu")
+    return Study(
+        "depth",
+        "digits-deit",
+        out,
+        (4,),
+        str(images),
+        (*TINY, f"epochs={EPOCHS}", "selection.metric=nll"),
+        device="cpu",
+    )
 
 
 def test_a_study_that_is_killed_goes_on(tmp_path: Path, image_folder: Path) -> None:
@@ -231,7 +248,7 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path, image_folder: Path) -> N
     assert (folder / "run.json").stat().st_mtime_ns == begun
     (score,) = study.scores.values()
     assert (score.top1, score.nll) == (history[-1]["top1"], history[-1]["nll"])
-    assert score.best_top1 == max(row["top1"] for row in history)
+    assert score.best_top1 == min(history, key=lambda row: row["nll"])["top1"]
     assert list(score.cos_sim) == history[-1]["cos_sim"]
     assert list(score.loss_by_epoch) == [row["losses"]["total"] for row in history]
     assert list(score.top1_by_epoch) == [row["top1"] for row in history]

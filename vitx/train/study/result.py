@@ -10,6 +10,7 @@ from pydantic import Field
 
 from vitx.core.files import Record
 from vitx.train.loop.checkpoint import Metrics, best_row
+from vitx.train.recipes.optimization_settings import Metric
 
 Kind = Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "precision", "alternet"]
 # "Last layers" are the last 1/4 of the blocks.
@@ -42,14 +43,14 @@ class Score(Record):
     seconds: float
 
     @classmethod
-    def of(cls, variant: str, seed: int, history: list[Metrics]) -> "Score":
-        """The score of a finished run's history, which has one entry for each epoch."""
+    def of(cls, variant: str, seed: int, history: list[Metrics], selected_by: Metric) -> "Score":
+        """The score of a finished run's history, one entry for each epoch; the best one is best by `selected_by`."""
         last = history[-1]
         return cls(
             variant=variant,
             seed=seed,
             epochs=len(history),
-            best_top1=best_row(history)["top1"],
+            best_top1=best_row(history, selected_by)["top1"],
             loss_by_epoch=tuple(row["losses"]["total"] for row in history),
             top1_by_epoch=tuple(row["top1"] for row in history),
             seconds=round(math.fsum(row["seconds"] for row in history), 1),

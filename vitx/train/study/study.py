@@ -91,7 +91,8 @@ class Study:
             for count, (trial, failure) in enumerate(outcomes, 1):
                 history = trial.history(self.out)
                 if failure is None and history is not None:
-                    self.scores[trial] = Score.of(trial.variant, trial.seed, history)
+                    metric = trial.resolved().selection.metric
+                    self.scores[trial] = Score.of(trial.variant, trial.seed, history, metric)
                     self.failed.pop(trial.name, None)
                     outcome = _in_words(self.scores[trial])
                 else:
