@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from reference import randomize_like_trained, seq
 from vitx.analyze.metrics.landscape import (
+    LANDSCAPE_METRIC,
     LossLandscape,
     draw_landscape,
     filter_normalized_direction,
@@ -163,6 +164,13 @@ def test_the_training_path_is_where_its_checkpoints_are_in_the_plane() -> None:
     assert share is not None
     assert 0 <= share < 0.2
     assert training_path(model, [weights], 0)[1] is None
+
+
+def test_the_edge_has_four_sides() -> None:
+    """The smallest and the largest of a 3 × 3 grid but its middle."""
+    nll: list[list[float | None]] = [[2.0, 2.0, None], [50.0, 1.0, 0.5], [2.0, 2.0, 2.0]]
+    record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
+    assert LANDSCAPE_METRIC.line(record) == "NLL 1.000 at the weights, 0.5 to 50 at the edge"
 
 
 @pytest.mark.parametrize(("high", "label", "ends"), [(3.0, "NLL (nats)", (1.0, 3.0)), (100.0, "log₁₀ NLL", (0.0, 2.0))])

@@ -275,7 +275,8 @@ def _norm(levels: npt.NDArray[np.float64]) -> "BoundaryNorm":
 
 def _landscape_line(found: LossLandscape) -> str:
     middle = len(found.axis) // 2
-    edge = [value for row in (found.nll[0], found.nll[-1]) for value in row if value is not None]
+    ends = (found.nll[0], found.nll[-1], *((row[0], row[-1]) for row in found.nll))
+    edge = [value for side in ends for value in side if value is not None]
     reach = f"{min(edge):.3g} to {max(edge):.3g}" if edge else "not finite"
     own = found.nll[middle][middle]
     share = (
