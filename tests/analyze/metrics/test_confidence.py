@@ -114,6 +114,7 @@ def labelled(*labels: int) -> ImageSet:
     [
         (np.full((2, 2), 0.4), np.array([0, 1]), "sum to 1"),
         (np.array([[1.5, -0.5]]), np.array([0]), "at least 0"),
+        (np.array([[0.5, 0.5], [np.nan, 1.0]]), np.array([0, 1]), "at least 0 and sum to 1"),
         (np.full((2, 2), 0.5), np.array([0, 2]), "labels from 0 to 2: expected classes 0 to 1"),
         (np.full((2, 2), 0.5), np.array([0]), "and 1 labels"),
         (np.empty((0, 2)), np.empty(0, int), "at least one"),

@@ -111,7 +111,8 @@ def confidence(
     """
     probabilities = np.asarray(probabilities, dtype=np.float64)
     require_labels(probabilities, labels)
-    if probabilities.min() < 0 or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3:
+    # Said so that a NaN is refused too: no comparison with one is true.
+    if not (probabilities.min() >= 0 and np.abs(probabilities.sum(axis=1) - 1).max() <= 1e-3):
         raise InputError("rows of probabilities must be at least 0 and sum to 1: pass softmax(logits)")
     top = probabilities.max(axis=1)
     predicted = probabilities.argmax(axis=1)
