@@ -145,6 +145,16 @@ def test_temperature_stays_in_its_bounds() -> None:
     assert fit_temperature(never_wrong, (np.arange(3) + 1) % 3) == 100
 
 
+@pytest.mark.parametrize("less", [0.0005, 0.005])
+def test_the_interval_of_a_temperature_stays_in_its_bounds(less: float) -> None:
+    """Half of the answers are wrong, by nearly as much as the others are right: T could be anything."""
+    logits = np.zeros((20, 2))
+    logits[:10, 0], logits[10:, 0] = 0.02, 0.02 * (1 - less)
+    scaling = temperature_scaling(logits, np.repeat([0, 1], 10))
+    assert 0.01 < scaling.temperature < 100
+    assert scaling.interval("temperature") == (0.01, 100)
+
+
 def test_scaling_repairs_images_it_was_not_fitted_on() -> None:
     logits, labels = noisy_logits()
     scaling = temperature_scaling(logits, labels)

@@ -104,8 +104,10 @@ def _temperature_interval(logits: LogitArray, labels: Labels, temperature: float
         return {}
     error = float(np.std(mean - z[np.arange(n), labels])) / slope / math.sqrt(n)
     # T = 1/β is taken on a logarithmic scale, where it is positive: the error of log T is that of β over β.
-    factor = math.exp(1.96 * error * temperature)
-    return {"": (temperature / factor, temperature * factor)}
+    # Logits that say nothing of the classes have an error of hundreds, whose exponential overflows.
+    low, high = TEMPERATURES
+    factor = math.exp(min(1.96 * error * temperature, math.log(high / low)))
+    return {"": (max(low, temperature / factor), min(high, temperature * factor))}
 
 
 class TemperatureMetric(LogitCollector):
