@@ -26,6 +26,7 @@ from vitx.analyze.analysis_report import draw
 from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.lesions import lesion_study
+from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.analyze.options import METRIC_NAMES
 from vitx.core.errors import InputError
 from vitx.core.run import ModelSpec
@@ -127,10 +128,6 @@ def test_results_are_cached_and_measured_again_when_anything_changes(
     calls.clear()
     analyze(source, images.first(12), names, AnalysisOptions(), cache=tmp_path, quiet=True)
     assert calls
-    kept = {path: path.write_text("{}") for path in tmp_path.glob("lesions-*.json")}
-    with pytest.raises(InputError, match=r"lesions-\w+\.json is not a valid"):
-        analyze(source, images, ("lesions",), AnalysisOptions(), cache=tmp_path, quiet=True)
-    assert len(kept) == 2
 
 
 def test_the_same_weights_with_another_preprocessing_or_argument_are_measured_again(
@@ -175,6 +172,38 @@ def test_a_cached_result_of_another_form_is_measured_again(images: ImageSet, tmp
     assert (
         analyze(resnet(), images, ("variance",), AnalysisOptions(), cache=tmp_path, quiet=True).results == first.results
     )
+
+
+@pytest.mark.parametrize("content", ["", "{}", "\0\0\0", "[1]"])
+def test_a_damaged_cached_result_counts_as_absent(
+    images: ImageSet, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    """As a full disk or a power cut leaves it; one line says so, and other metrics are measured as ever."""
+    first = analyze(resnet(), images, ("fourier", "variance"), AnalysisOptions(), cache=tmp_path, quiet=True)
+    (path,) = tmp_path.glob("variance-*.json")
+    path.write_text(content)
+    other = analyze(resnet(), images, ("fourier",), AnalysisOptions(), cache=tmp_path)
+    assert set(other.results) == {"fourier"}
+    assert capsys.readouterr().err == f"analyze: '{path}' is damaged and counts as absent\n"
+    again = analyze(resnet(), images, ("variance",), AnalysisOptions(), cache=tmp_path, quiet=True)
+    assert again.results == first.results
+    assert json.loads(path.read_text())["metric"] == "variance"
+
+
+@pytest.mark.parametrize("metric", ["landscape", "trajectory"])
+def test_the_states_of_checkpoints_are_read_once_for_the_cache(
+    run: Path, images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
+    read: list[Any] = []
+
+    def counted(found: Any) -> list[Any]:
+        read.append(found)
+        return checkpoints_by_step(found)
+
+    monkeypatch.setattr("vitx.analyze.analysis.checkpoints_by_step", counted)
+    options = AnalysisOptions(loss_batches=1, landscape_points=3)
+    analyze(SourceRequest(str(run)).load(), images, (metric,), options, cache=tmp_path, quiet=True)
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"networks": 3}'])

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def analyze(
         if reason and name in names:
             analysis.not_applicable[name] = reason
         elif not reason:
-            results.read(name, analysis)
+            results.read(name, analysis, quiet=quiet)
     missing = [name for name in names if name not in analysis.results and name not in analysis.not_applicable]
     shared = [name for name in missing if METRICS[name].activation is not None]
     if shared:
@@ -198,12 +199,16 @@ class _ResultCache:
         if options.corrupted is not None:
             self._copies = files_digest(Path(options.corrupted))
 
-    def read(self, name: str, analysis: Analysis) -> None:
-        """Copy the result of `name` from its file, if there is one, into `analysis`."""
+    def read(self, name: str, analysis: Analysis, *, quiet: bool) -> None:
+        """Copy the result of `name` from its file, if there is one that can be read, into `analysis`."""
         path = self._path(name)
         if path is None or not path.is_file():
             return
-        kept = read_record(path, _CachedResult)
+        try:
+            kept = read_record(path, _CachedResult)
+        except InputError:
+            log(f"analyze: '{path}' is damaged and counts as absent", quiet=quiet)
+            return
         if kept.result is not None:
             try:
                 analysis.results[name] = METRICS[name].record.model_validate(kept.result)
@@ -226,6 +231,10 @@ class _ResultCache:
             )
             write_json(path, kept)
 
+    @cached_property
+    def _checkpoints(self) -> list[dict[str, str]]:
+        return [state.sha256 for state, _ in checkpoints_by_step(self._run)]
+
     def _path(self, name: str) -> Path | None:
         if self._folder is None:
             return None
@@ -241,7 +250,5 @@ class _ResultCache:
         options = self._options.model_dump(mode="json", include={"batch_size", *metric.options})
         if "corrupted" in options:
             options["corrupted"] = self._copies
-        read = (
-            {"checkpoints": [state.sha256 for state, _ in checkpoints_by_step(self._run)]} if metric.checkpoints else {}
-        )
+        read = {"checkpoints": self._checkpoints} if metric.checkpoints else {}
         return {"metric": name, "version": DEFINITIONS_VERSION, **self._subject, **read, "options": options}
