@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.text import Text
 from PIL import Image
 
 from browser import PROGRAM, Browser, running_browser
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS
 from vitx.analyze import METRICS, AnalysisOptions, NotApplicable, analyze, chosen_metrics, compare_representations
-from vitx.analyze.analysis_report import draw
+from vitx.analyze.analysis_report import draw, figure
 from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.lesions import lesion_study
@@ -376,6 +377,17 @@ def test_the_hessian_of_one_module_and_published_copies(vitx: Vitx, run: Path, t
     code, _, said = vitx(*arguments, "--corrupted", tmp_path / "nothing")
     assert code == 2
     assert "no corrupted copies" in said
+
+
+@pytest.mark.parametrize("metric", ["fourier", "variance", "cka"])
+def test_the_name_of_a_network_is_no_formula(images: ImageSet, metric: str) -> None:
+    """A folder may be called run$a_$, which is none that matplotlib can read."""
+    found = analyze(resnet(), images, (metric,), AnalysisOptions(), quiet=True)
+    one, other = replace(found, source=replace(found.source, name="runs/run$a_$")), found
+    assert figure(metric, one, other).startswith(b"\x89PNG")
+    drawn = draw(metric, {"run$a_$": found.results[metric], "other": found.results[metric]})
+    assert drawn is not None
+    assert any(r"run\$a_\$" in text.get_text() for text in drawn.findobj(Text))
 
 
 @pytest.fixture(scope="module")

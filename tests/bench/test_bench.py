@@ -16,6 +16,7 @@ from bundle_fixture import IMAGE_SIZE, Float32Array, colour_image, png
 from cli_fixture import Vitx
 from vitx.bench import autotune, bench, bench_bundle, bench_together, device_of
 from vitx.bench.options import BenchOptions
+from vitx.bench.plot import save_plot
 from vitx.bench.timing import MIN_CALLS
 from vitx.core.bundle import LATENCY, Bundle
 from vitx.core.errors import CheckFailed, InputError
@@ -197,6 +198,13 @@ def test_a_changed_byte_of_the_file_is_found(tiny_bundle: Bundle) -> None:
         path.write_bytes(changed)
         with pytest.raises(CheckFailed, match="was changed after it was written"):
             tiny_bundle.latency()
+
+
+def test_the_name_of_a_bundle_is_no_formula_in_the_plot(tmp_path: Path) -> None:
+    points = (LatencyPoint(batch_size=1, median_ms=1.0, p95_ms=1.5, images_per_second=1000.0),)
+    latency = Latency(runtime={}, machine={}, points=points, created="2026-01-01")
+    save_plot("bundle$a_$ on a machine", {"onnxruntime": latency}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_command(tiny_bundle: Bundle, tiny_run: RunFolder, tmp_path: Path, vitx: Vitx) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.cbook import is_math_text
 
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
@@ -151,6 +152,16 @@ def test_bad_input_is_one_error(vitx: Vitx, finished: Path, image_folder: Path, 
 def test_confusion_of_few_and_of_many_classes(classes: int) -> None:
     matrix = np.arange(classes**2).reshape(classes, classes) % 7
     assert png(draw_confusion(matrix, [f"class {i}" for i in range(classes)])).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["$a_$", "$5 to $10", r"\$a$"])
+def test_the_name_of_a_class_is_no_formula(name: str) -> None:
+    figure = draw_confusion(np.eye(2, dtype=np.int64), [name, "other"])
+    assert png(figure).startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    shown = [label.get_text() for label in (axes.get_xticklabels()[0], axes.get_yticklabels()[0])]
+    assert not any(map(is_math_text, shown))
+    assert [text.replace(r"\$", "$") for text in shown] == [name, name]
 
 
 def test_figures_of_a_run_of_one_epoch(finished: Path) -> None:

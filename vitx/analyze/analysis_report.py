@@ -12,7 +12,7 @@ from vitx.analyze.report_page import BETWEEN, report_page
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record, write_bytes, write_json
-from vitx.core.panels import Picture, Results, png
+from vitx.core.panels import Picture, Results, as_text, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,4 +98,4 @@ def figure(metric: str, *analyses: Analysis) -> Picture:
 def draw(name: str, results: Results) -> "Figure | None":
     """The figure of metric `name` for the networks in `results`; None for a metric that is only a table."""
     figure = draw_matrices if name == BETWEEN else METRICS[name].figure
-    return None if figure is None else figure(results)
+    return None if figure is None else figure({as_text(network): record for network, record in results.items()})

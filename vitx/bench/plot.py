@@ -7,6 +7,7 @@ from pathlib import Path
 from vitx.core.errors import InputError, missing_package
 from vitx.core.files import make_folder
 from vitx.core.latency import Latency
+from vitx.core.panels import as_text
 
 FORMATS = (".png", ".svg")
 # Curves differ in line and marker as well as in their grey, so that a black-and-white print can be read.
@@ -57,7 +58,7 @@ def save_plot(title: str, latencies: Mapping[str, Latency], path: Path) -> None:
     axes.margins(x=0.1)
     axes.set_xlabel("latency of a call (ms): median, whisker to p95")
     axes.set_ylabel("throughput (images/s)")
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(as_text(title), loc="left", fontsize=10)
     axes.grid(visible=True, which="both", color="0.9")
     axes.legend(title="numbers are batch sizes", frameon=False)
     figure.savefig(path, dpi=150)

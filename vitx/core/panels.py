@@ -43,6 +43,14 @@ def panels(
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
+def as_text(name: str) -> str:
+    """A name as matplotlib draws it to the letter: between two `$` it would read a formula.
+
+    rcParams["text.parse_math"] is no way out: without it the 10⁻³ of a logarithmic axis are drawn as their source.
+    """
+    return name.replace("$", r"\$")
+
+
 def png(figure: "Figure", pixel_ratio: int = PIXEL_RATIO) -> Picture:
     """The figure as a PNG file."""
     buffer = io.BytesIO()
