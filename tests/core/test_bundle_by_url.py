@@ -16,11 +16,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from bundle_fixture import write_bundle
+from cli_fixture import Vitx
 from vitx.core import bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, SIGNATURE, Bundle, local_bundle, url_of
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
-from vitx.core.urls import without_password
+from vitx.core.urls import open_store, without_password
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +264,19 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/tiny.vitx"
         with pytest.raises(EnvironmentMissing, match=f"cannot read '{url}/{MANIFEST}'"):
             local_bundle(url)
+
+
+@pytest.mark.parametrize("url", ["s3://user:secret@bucket/a.vitx", "gs://secret@bucket/a.vitx"])
+def test_a_store_takes_no_credentials_from_a_url(url: str) -> None:
+    with pytest.raises(InputError, match="credentials of a store come from its own settings") as refused:
+        open_store(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_no_error_of_the_command_line_shows_a_password(vitx: Vitx, made: Bundle) -> None:
+    out = "http://alice:secret@example.org/out?sig=token"
+    code, _, err = vitx("predict", made.path, "x", "--out", out, "--allow-uncertified")
+    assert code == 2
+    assert "http://example.org/out?…" in err
+    assert "secret" not in err
+    assert "token" not in err

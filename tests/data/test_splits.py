@@ -68,7 +68,7 @@ def test_a_shard_is_of_one_split(name: str, tmp_path: Path) -> None:
         shard(tmp_path / file)
     with pytest.raises(
         InputError,
-        match=rf"^'.*/{name}' is a shard of both splits by its name: give a pattern with \{{split\}} in it, which finds",
+        match=rf"^'.*/{name}' is a shard of both splits by its name: give a pattern with \{{split\}} in it",
     ):
         open_splits(str(tmp_path))
     train, val = open_splits(str(tmp_path / "{split}-*.tar"))

@@ -208,7 +208,8 @@ def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path: Path, content: An
 def test_each_kind_of_broken_file_has_its_text(tmp_path: Path) -> None:
     texts = {
         "a.safetensors": (b"no", r"a\.safetensors' is not a safetensors file: "),
-        "b.pth": (b"", r"b\.pth' is not a checkpoint: "),
+        "b.pth": (b"", r"b\.pth' is not a checkpoint: it is cut off, or not written by torch\.save"),
+        "h.pth": (b"hello", r"h\.pth' is not a checkpoint: it is cut off, or not written by torch\.save"),
         "s.pth": (b"seed = 9", r"s\.pth' is not a checkpoint: pop from empty list"),
         "c.pth": (
             b"no checkpoint",

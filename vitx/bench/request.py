@@ -131,10 +131,10 @@ class BenchRequest:
             raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0")
         for rate in rates:
             check_arrivals(rate, seconds)  # before anything is loaded
-        tuned = tuned_setting(self.bundle) if instances is None and self.threads is None else None
+        name = self._only("--rate and --scenario")
+        tuned = tuned_setting(self.bundle, name) if instances is None and self.threads is None else None
         count = tuned.instances if tuned else instances or 1
         threads = tuned.threads if tuned else self.threads
-        name = self._only("--rate and --scenario")
         load = partial(load_session, self.bundle, name, device=self.device, threads=threads)
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
         settings = ScenarioSettings(batching, seconds, p99)

@@ -140,7 +140,12 @@ def main() -> None:
     try:
         app()
     except VitxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        text = str(error)
+        if "://" in text:
+            from vitx.core.urls import without_password
+
+            text = without_password(text)
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         where = f" '{error.filename}'" if error.filename else ""

@@ -119,7 +119,7 @@ def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool)
     report = request.load_test(
         rates=() if options.rate is None else parse_rates(options.rate),
         scenarios=scenarios,
-        max_batch=options.batch[-1],
+        max_batch=max(options.batch),
         instances=options.instances,
         seconds=options.seconds,
         p99=options.p99 / 1000,

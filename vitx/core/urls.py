@@ -15,6 +15,8 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
     """
     if importlib.util.find_spec("fsspec") is None:
         raise missing_package("fsspec", "serve")
+    if re.match(r"(s3a?|gs|gcs)://[^/]*@", url):  # no bucket's name has an @, and stores would show it
+        raise InputError(f"'{without_password(url)}': credentials of a store come from its own settings, not the URL")
     from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 

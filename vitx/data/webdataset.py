@@ -72,8 +72,8 @@ def open_shards(data: str, split: Split) -> ImageSet:
     both = {*find_shards(data, "train")} & {*find_shards(data, "val")}
     if both:  # *train*.tar and *val*.tar find trainval.tar, and retrieval-train.tar
         raise InputError(
-            f"'{min(both)}' is a shard of both splits by its name: give a pattern with {{split}} in it, which finds it for "
-            "one of them"
+            f"'{min(both)}' is a shard of both splits by its name: give a pattern with {{split}} in it "
+            "that finds it once"
         )
     samples = _index(shards)
     names = _class_names(data, shards[0].parent)

@@ -164,7 +164,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}; save its tensors "
             "alone where it was made: torch.save(model.state_dict(), FILE)"
         ) from None
-    except (EOFError, struct.error, *UNUSABLE) as error:
+    except (EOFError, KeyError) as error:  # with the number of the byte at which the pickle has an unknown instruction
+        raise InputError(f"'{path}' is not a checkpoint: it is cut off, or not written by torch.save") from error
+    except (struct.error, *UNUSABLE) as error:
         raise InputError(f"'{path}' is not a checkpoint: {first_line(error)}") from None
     for container in CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(container), dict):

@@ -8,6 +8,7 @@ from typing import Any
 from vitx.core.bundle import Bundle
 from vitx.core.latency import Setting
 from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.requirements import reported_name
 from vitx.runtimes.session import Float32Array, Session
 
 MAX_SESSIONS = 8  # each may have a copy of the weights
@@ -116,7 +117,8 @@ def load_instances(load: Callable[[], Session], instances: int, threads: int | N
     return SessionPool(sessions)
 
 
-def tuned_setting(bundle: Bundle) -> Setting | None:
-    """The best setting that `vitx bench --tune` found for this machine; None if it has not run here."""
+def tuned_setting(bundle: Bundle, runtime: str) -> Setting | None:
+    """The best setting that `vitx bench --tune` found for this machine; None if it has not run here on this runtime."""
     latency = bundle.latency()
-    return latency.tuning.best if latency and latency.tuning else None
+    tuning = latency.tuning if latency else None
+    return tuning.best if tuning and tuning.runtime.get("runtime") == reported_name(runtime) else None

@@ -151,3 +151,8 @@ RUNTIMES: Mapping[str, Runtime] = {
         check=_check_compiler,
     ),
 }
+
+
+def reported_name(runtime: str) -> str:
+    """What `Session.describe` calls a runtime: ONNX Runtime is one, on a CPU and on a GPU."""
+    return "onnxruntime" if runtime in ("onnxruntime-cpu", "onnxruntime-cuda") else runtime

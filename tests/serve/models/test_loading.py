@@ -19,6 +19,7 @@ from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
+from vitx.runtimes.instances import tuned_setting
 from vitx.runtimes.session import Float32Array
 from vitx.serve.models import loading
 from vitx.serve.models.loading import Loader, measure_curve
@@ -33,7 +34,7 @@ from vitx.serve.process.process_settings import freeze_heap
 def tuned_bundle(tiny_bundle: Bundle) -> Bundle:
     """A bundle for which two instances of one thread were found best on this machine."""
     best = Setting(instances=2, threads=1, batch_size=4, images_per_second=1.0, median_ms=1.0)
-    tuning = Tuning(best=best, tried=(best,), runtime={}, created=timestamp())
+    tuning = Tuning(best=best, tried=(best,), runtime={"runtime": "onnxruntime"}, created=timestamp())
     tiny_bundle.record_latency(
         Latency(runtime={}, machine=describe_machine(), points=(), tuning=tuning, created=timestamp())
     )
@@ -45,6 +46,11 @@ def test_instances_and_threads_are_the_tuned_ones(tuned_bundle: Bundle) -> None:
     warm = loader.warm(loader.verify(tuned_bundle.path))
     assert (warm.batching.instances, warm.batching.max_batch) == (2, 4)
     assert warm.session.describe()["threads"] == 1
+
+
+def test_what_was_tuned_for_another_runtime_is_not_taken(tuned_bundle: Bundle) -> None:
+    assert tuned_setting(tuned_bundle, "onnxruntime-cpu") is not None
+    assert tuned_setting(tuned_bundle, "openvino") is None
 
 
 @pytest.mark.parametrize(("instances", "threads", "expected"), [(1, None, 1), (3, 1, 3), (None, 1, 1)])

@@ -15,6 +15,7 @@ from vitx.parity.executables.listing import runtimes_for
 from vitx.parity.executables.unlisted_embedding import load_unlisted_embedding
 from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
 from vitx.runtimes import load_session
+from vitx.runtimes.requirements import reported_name
 from vitx.runtimes.session import Device, Session, device_name, executable_of, image_shape, outputs_of
 
 AUTO = "auto"
@@ -48,7 +49,7 @@ def runtimes_by_speed(
         return (_DEFAULT,)
     certified = [each.executable for each in certificate.executables if each.verdict != "fail"]
     listed = {each.runtime for each in certified if outputs_of(each).issuperset(outputs)}
-    names = [name for name in runtimes_for(bundle, device) if _reported(name) in listed]
+    names = [name for name in runtimes_for(bundle, device) if reported_name(name) in listed]
     if len(names) < 2:
         return tuple(names) or (_DEFAULT,)
     for name in names:
@@ -136,17 +137,12 @@ def _judge(timed: Verdict, bundle: Bundle, session: Session, *, quiet: bool) -> 
     keep_verdict(bundle, verdict.model_copy(update={"images_per_second": timed.images_per_second}))
 
 
-def _reported(name: str) -> str:
-    """What `Session.describe` calls a runtime: ONNX Runtime is one, on a CPU and on a GPU."""
-    return "onnxruntime" if name in ("onnxruntime-cpu", "onnxruntime-cuda") else name
-
-
 def _known(bundle: Bundle, name: str, outputs: Sequence[str]) -> Verdict | None:
     on_gpu = name == "onnxruntime-cuda"
     alike = [
         verdict
         for verdict in cached_verdicts(bundle)
-        if verdict.executable.runtime == _reported(name)
+        if verdict.executable.runtime == reported_name(name)
         and ("CUDA" in verdict.executable.provider) == on_gpu
         and outputs_of(verdict.executable) == {*outputs}
         and verdict.images_per_second is not None

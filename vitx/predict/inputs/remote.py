@@ -169,6 +169,10 @@ def read_object(location: str, stopped: threading.Event | None) -> bytes:
     return content
 
 
+class NotGiven(OSError):
+    """A store gives no file, or no part of one, that it may give later: nothing is known of its content."""
+
+
 class RemoteFile(io.RawIOBase):
     """A tar, Parquet or list file of a store, opened when it is first read.
 
@@ -232,7 +236,15 @@ class RemoteFile(io.RawIOBase):
         try:
             return attempts(attempt, "the store does not give it", self._stopped)
         except ImageError as error:
-            raise OSError(str(error)) from None
+            raise NotGiven(str(error)) from None
+
+    def require_unchanged(self) -> None:
+        """Raise OSError if an HTTP server has another version by now than what was read before.
+
+        Where parts are asked for, each is of the file as it is then; stores refuse another version themselves.
+        """
+        if is_http(self._location):
+            self._tried(lambda file: self._compare(self._system.info(self._path)))
 
     def _opened(self) -> Any:
         streamed = self._whole and self._place == 0 and is_http(self._location)
@@ -240,12 +252,15 @@ class RemoteFile(io.RawIOBase):
         file = self._system.open(self._path, "rb", **options)
         details = getattr(file, "details", {})
         if is_http(self._location):  # of which fsspec keeps nothing with the file
-            details = file.r.headers if streamed else self._system.info(self._path) if self._version else {}
+            details = file.r.headers if streamed else self._system.info(self._path)
+        self._compare(details)
+        return file
+
+    def _compare(self, details: Any) -> None:
         version = next((details[name] for name in ("ETag", "etag", "Last-Modified") if details.get(name)), None)
         if None not in (self._version, version) and self._version != version:
             raise ImageError("it was replaced while it was read")
         self._version = version or self._version
-        return file
 
     def _block(self, file: Any, size: int) -> tuple[bytes, bool]:
         """Bytes from here on, and whether the connection broke behind them; else fewer than `size` at the end only."""
@@ -269,6 +284,10 @@ class RemoteFile(io.RawIOBase):
 
 class BlockReader(io.BufferedReader):
     """Asks for whole blocks, also for `read1`, which would ask for as little as its caller wants: tarfile 10 KiB."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        super().__init__(file, BLOCK_BYTES)
+        self.require_unchanged = file.require_unchanged
 
     def read1(self, size: int = -1, /) -> bytes:
         block = bytearray(BLOCK_BYTES if size < 0 else size)

@@ -94,7 +94,7 @@ def open_stream(location: str, stopped: threading.Event | None = None) -> Binary
             return _opened_file(location)
         except ImageError as error:
             raise OSError(f"'{location}' is {error}") from None
-    return cast(BinaryIO, remote.BlockReader(remote.RemoteFile(location, stopped), remote.BLOCK_BYTES))
+    return cast(BinaryIO, remote.BlockReader(remote.RemoteFile(location, stopped)))
 
 
 def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[tuple[str, str | None]]:
@@ -148,7 +148,7 @@ def expand(pattern: str) -> Iterator[str]:
 
     found = _entries(system, fixed, enters)
     if system is not None and _finds_prefixes(system):
-        matched = _look(_location(system, path), "glob", detail=True).items()
+        matched = (_look(_location(system, path), "glob", detail=True) or {}).items()
         found = ((name[len(fixed) + 1 :], entry) for name, entry in matched if entry["type"] != "directory")
     for name, entry in found:
         if isinstance(entry, Exception) or (_match(name.split("/"), parts) and not is_hidden(name)):

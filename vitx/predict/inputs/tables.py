@@ -10,8 +10,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from vitx.core.errors import InputError, naming_extra
+from vitx.core.errors import EnvironmentMissing, InputError, naming_extra
 from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.remote import BlockReader, NotGiven
 from vitx.predict.inputs.stores import join, open_stream
 from vitx.predict.ledger import Shard
 
@@ -145,6 +146,8 @@ def read_rows(
         left = sum(parquet.metadata.row_group(index).num_rows for index in groups)
         wanted = dict.fromkeys([image, *([] if columns.key is None else [columns.key]), *copied])
         for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(wanted)):
+            if isinstance(file, BlockReader):
+                file.require_unchanged()  # else rows may have the columns of two versions
             keys = [None] * len(batch) if columns.key is None else batch.column(columns.key).to_pylist()
             table = None if columns.schema is None else _as_listed(batch, columns.schema)
             for index, (value, key) in enumerate(zip(batch.column(image).to_pylist(), keys, strict=True)):
@@ -188,8 +191,12 @@ def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tu
                     if key is None:
                         raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
                     yield str(key), f"row {row} of {name}"
+        except NotGiven as error:
+            raise EnvironmentMissing(
+                f"cannot read the column '{column}' of {name}: {error}; nothing was begun: run the same command again"
+            ) from None
         except READ_ERRORS:
-            continue  # the rows that cannot be read have no key
+            continue  # it is damaged: the rows that cannot be read have no key
 
 
 def _as_listed(batch: Any, schema: Any) -> Any:

@@ -135,9 +135,10 @@ class Loader:
 
     def warm(self, offer: Offer, known: Canary | None = None) -> WarmModel:
         """Load a model and run batches; known: see `Canary`. Raises InputError or CheckFailed where it is refused."""
-        device, (instances, threads) = self.options.device, self._setting(offer.bundle)
-        batching = replace(self.options.batching, instances=instances)
-        runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)
+        given, device = self.options, self.options.device
+        runtimes = runtimes_by_speed(offer.bundle, given.runtime, device=device, threads=given.threads)
+        instances, threads = self._setting(offer.bundle, runtimes[0])
+        batching = replace(given.batching, instances=instances)
         with ExitStack() as opened:  # closes the sessions of a model that is refused
             session = load_warm(offer.bundle, batching, opened, device=device, threads=threads, runtime=runtimes[0])
             offer, verdict = self._judged(offer, session)
@@ -183,12 +184,12 @@ class Loader:
             log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
             return None
 
-    def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
+    def _setting(self, bundle: Bundle, runtime: str) -> tuple[int, int | None]:
         """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
         given = self.options
         if not is_cpu(given.device) or given.instances is not None or given.threads is not None:
             return given.instances or 1, given.threads
-        tuned = tuned_setting(bundle)
+        tuned = tuned_setting(bundle, runtime)
         return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
 
 

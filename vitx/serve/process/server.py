@@ -182,8 +182,7 @@ class Server:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
         bearer = "-H 'Authorization: Bearer TOKEN' " if self._options.token_file else ""
         url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
-        query = f"?model={names[0]}" if len(names) > 1 else ""
-        log(f"next: curl {bearer}--data-binary @IMAGE {url}/v1/classify{query}")
+        log(f"next: curl {bearer}--data-binary @IMAGE {url}/v1/classify" + f"?model={names[0]}" * (len(names) > 1))
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
