@@ -112,7 +112,7 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded(tiny_bundle: Bundle) 
         port = taken.getsockname()[1]
         refused = run_serve(tiny_bundle.path, "--port", "0", "--grpc-port", str(port))
     assert (refused.returncode, refused.stdout) == (3, "")
-    assert f"error: cannot listen on 127.0.0.1 port {port} for gRPC: choose another port" in refused.stderr
+    assert f"error: cannot listen on 127.0.0.1 port {port} for gRPC: choose another --grpc-port" in refused.stderr
 
 
 def test_without_the_package_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
