@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 
 from bundle_fixture import LABELS, write_bundle
-from table_session import PIXEL, TableSession, numbered_images
+from gpu_fixture import add_plan
+from table_session import PIXEL, Change, TableSession, numbered_images
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.run import RunFolder
+from vitx.core.tensorrt_plan import Profile
 from vitx.data.image_set import ImageSet
 from vitx.parity import check
 from vitx.parity.check import ParityResult, check_parity, sample_images
 from vitx.parity.divergence import LayerError, NodeError, Trace
+from vitx.parity.html_report import summary
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison
@@ -37,10 +40,11 @@ class Models:
         self.opened: list[tuple[Path, dict[str, Any]]] = []
         self.images_asked: list[tuple[str, str, bool]] = []
         self.sessions: list[TableSession] = []
+        self.change: Change | None = None
 
     def open_model(self, path: Path, **options: Any) -> LoadedModel:
         self.opened.append((path, options))
-        self.sessions.append(TableSession(self.logits[path]))
+        self.sessions.append(TableSession(self.logits[path], change=self.change if path == BUNDLE else None))
         return LoadedModel(
             f"{path} by name",
             self.sessions[-1],
@@ -73,7 +77,9 @@ def checked(first: Path = RUN, second: Path = BUNDLE, **options: Any) -> ParityR
     ("pair", "options", "written"),
     [
         ((RUN, BUNDLE), {}, True),
-        ((RUN, BUNDLE), {"images": "all", "batch_sizes": (1, 4), "max_flip_rate": 0.02}, True),
+        ((RUN, BUNDLE), {"images": "all", "batch_sizes": (1, 2, 4, 7, 32), "max_flip_rate": 0.02}, True),
+        ((RUN, BUNDLE), {"batch_sizes": (1,)}, False),
+        ((RUN, BUNDLE), {"batch_sizes": (1, 2, 32)}, False),
         ((RUN, BUNDLE), {"images": "320"}, True),
         ((RUN, BUNDLE), {"images": "1000"}, True),
         ((RUN, BUNDLE), {"reference_runtime": "torch"}, True),
@@ -94,6 +100,37 @@ def test_a_certificate_is_of_a_run_its_bundle_the_default_runtime_and_the_whole_
     assert result.certificate.verdict == "pass"
     if written:
         assert read_certificate(path) == result.certificate
+
+
+def test_batch_sizes_that_are_left_out_are_said_and_no_verdict_on_a_runtime_is_written(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that lean on their neighbours: an image alone has none, so a batch of one shows nothing of it."""
+
+    def lean(numbers: list[int], logits: Any) -> None:
+        logits += np.float32(len(numbers) - 1)
+
+    models.change = lean
+    certificate = check_parity(RUN, BUNDLE, ParityOptions(batch_sizes=(1,))).certificate
+    said = "parity: nothing is written into the bundle: --batch-sizes leaves out 2, 7, 32\n"
+    assert said in capsys.readouterr().err
+    assert certificate.verdict == "pass"
+    assert not [reason for reason in certificate.reasons if "neighbours" in reason]
+    assert not [row for row in summary(certificate) if "neighbours" in row or "place" in row or "depends" in row]
+    written = checked()
+    assert (written.written, written.certificate.verdict) == (True, "fail")
+    models.change = None
+    for sizes, word in (((1,), "fail"), ((1, 2, 7, 32), "pass")):
+        checked(batch_sizes=sizes, runtime="openvino")
+        (verdict,) = read_certificate(models.bundle.path / CERTIFICATE).executables
+        assert verdict.verdict == word
+
+
+def test_a_bundle_whose_plan_takes_one_image_is_certified_as_any_other(models: Models) -> None:
+    """A larger batch is run in parts there."""
+    models.bundle = add_plan(models.bundle, "tensorrt", profiles=(Profile(minimum=1, optimum=1, maximum=1),))
+    result = checked()
+    assert (result.written, result.certificate.batch_sizes) == (True, (1, 2, 7, 32))
 
 
 def test_a_certificate_that_fails_is_written_and_says_why(models: Models) -> None:

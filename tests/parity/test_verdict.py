@@ -67,6 +67,11 @@ def test_what_holds_is_said_with_every_number() -> None:
     assert judged(HONEST, tokens=TOKENS) == ((), (NO_FLIP, LOGITS, MOVED, UNSTABLE, FINITE, SIMILAR))
 
 
+def test_images_that_ran_alone_say_nothing_of_neighbours() -> None:
+    alone = replace(HONEST, batch_sizes=(1,), max_logit_error_by_batch_size={1: 0.25})
+    assert judged(alone) == ((), (NO_FLIP, LOGITS.replace("0.5, at batch size 7", "0.25, at batch size 1"), FINITE))
+
+
 def test_everything_that_fails_is_said_and_nothing_else() -> None:
     worst = replace(
         HONEST,

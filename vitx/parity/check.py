@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitx.core.certificate import Certificate
+from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_bytes
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.certification import certify_models, record_verdicts, warn_of_other_weights
+from vitx.parity.certification import bundle_batch_sizes, certify_models, record_verdicts, warn_of_other_weights
 from vitx.parity.html_report import render
 from vitx.parity.loaded_model import LoadedModel, open_model
 from vitx.parity.options import ParityOptions
@@ -82,10 +83,11 @@ def _measure(
     whole: bool,
     quiet: bool,
 ) -> ParityResult:
-    # What a bundle carries is of the whole split, and of the runtime in which it is served by default.
-    write = reference.run is not None and candidate.bundle is not None and options.runtime is None and whole
+    # A bundle carries what is of the whole split, all its batch sizes, and the runtime it is served in by default.
+    kept = reference.run is not None and whole and _all_sizes_run(candidate, images, options, quiet=quiet)
+    write = kept and options.runtime is None
     certificate = _certify(reference, candidate, images, options, write=write, quiet=quiet)
-    if reference.run is not None and candidate.bundle is not None and options.runtime is not None and whole:
+    if kept and options.runtime is not None:
         _record_runtime(candidate, certificate)
     failed = certificate.verdict != "pass"
     failures = certificate.reasons if failed else ()
@@ -101,6 +103,17 @@ def _measure(
         traced = trace(reference, candidate, source, images, repair=failed, quiet=quiet)
         notes += traced.notes
     return ParityResult(reference, candidate, certificate, write, failures, notes, served, traced)
+
+
+def _all_sizes_run(candidate: LoadedModel, images: ImageSet, options: ParityOptions, *, quiet: bool) -> bool:
+    """Whether a bundle is run at every batch size of its certificate; where `--batch-sizes` leaves some out, say so."""
+    if candidate.bundle is None:
+        return False
+    wanted = [size for size in bundle_batch_sizes(candidate.bundle) if size <= len(images)]
+    left_out = [str(size) for size in wanted if options.batch_sizes and size not in options.batch_sizes]
+    if left_out:
+        log(f"parity: nothing is written into the bundle: --batch-sizes leaves out {', '.join(left_out)}", quiet=quiet)
+    return not left_out
 
 
 def _record_runtime(candidate: LoadedModel, measured: Certificate) -> None:

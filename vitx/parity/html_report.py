@@ -90,10 +90,13 @@ def summary(certificate: Certificate) -> dict[str, object]:
         "mean logit error": c.mean_logit_error,
         "smallest cosine of logits": c.min_cosine,
         "mean cosine of logits": c.mean_cosine,
-        "largest change by neighbours": c.max_neighbour_error,
-        "largest change by place": c.max_position_error,
-        "class depends on batch": f"{c.probe_flips}, rate at most {c.probe_flip_rate_bound:.5f} (95 %)",
     }
+    if max(c.batch_sizes) > 1:
+        rows |= {
+            "largest change by neighbours": c.max_neighbour_error,
+            "largest change by place": c.max_position_error,
+            "class depends on batch": f"{c.probe_flips}, rate at most {c.probe_flip_rate_bound:.5f} (95 %)",
+        }
     if c.token_similarity is not None:
         layer, reference, candidate = c.token_similarity.worst()
         rows["CosSim of tokens, worst layer"] = f"{layer}: {reference:.4f} to {candidate:.4f}"
