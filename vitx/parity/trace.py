@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MODEL, Bundle
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
+from vitx.parity.comparison import REFERENCE_BATCH, difference, infer
 from vitx.parity.diagnosis import diagnose
+from vitx.parity.executables.layers import first_divergence
 from vitx.parity.html_report import LayerPlot, Series
 from vitx.parity.loaded_model import LoadedModel
 
@@ -88,9 +91,12 @@ def measure_token_similarity(
     """CosSim by layer of the reference's network and the candidate's graph on 64 images.
 
     None where there is no such network or graph, for a network without blocks, and, which is logged, for a graph that
-    names none of its layers.
+    names none of its layers and for a candidate that runs another file of the bundle.
     """
     if reference.network is None or candidate.bundle is None:
+        return None
+    if not _runs_model(candidate):
+        log(f"parity: CosSim by layer is left out: it is of {MODEL}, not of {_runtime(candidate)}", quiet=quiet)
         return None
     import onnx
 
@@ -164,7 +170,8 @@ def trace(
     """Compare a bundle's graph layer by layer with a network, or node by node with another bundle's graph.
 
     request: where the reference's network comes from, to export the float32 graph of a bundle of lower precision.
-    With `repair`, search the float32 islands that make a lower precision pass.
+    With `repair`, search the float32 islands that make a lower precision pass. Of a candidate that runs another file,
+    such as OpenVINO's, no layer of the graph is named if the graph agrees with the reference.
 
     Raises InputError when the candidate is no bundle, or names none of its layers.
     """
@@ -174,6 +181,8 @@ def trace(
         raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
     graph = onnx.load(str(candidate.bundle.model_path))
     pixels = _pixels(images, reference.preprocessing)
+    if not _runs_model(candidate) and _graph_agrees(reference, candidate, graph, images):
+        return TraceResult(None, (), (_runtime_note(candidate.bundle, candidate, images),))
     if reference.network is not None:
         assert request is not None
         found = _trace_network(reference, request, candidate.bundle, graph, pixels)
@@ -184,6 +193,35 @@ def trace(
     assert reference.bundle is not None
     exact = onnx.load(str(reference.bundle.model_path))
     return _trace_nodes(exact, graph, candidate.bundle, pixels)
+
+
+def _runs_model(candidate: LoadedModel) -> bool:
+    """Whether the candidate loaded model.onnx, and not a file that was made of it."""
+    return MODEL in candidate.session.artefacts
+
+
+def _runtime(candidate: LoadedModel) -> str:
+    return str(candidate.session.describe()["runtime"])
+
+
+def _graph_agrees(reference: LoadedModel, candidate: LoadedModel, graph: "onnx.ModelProto", images: ImageSet) -> bool:
+    """Whether model.onnx in ONNX Runtime gives the reference's logits, within the limit of their precision."""
+    from vitx.export.graph.execution import logits_of
+    from vitx.parity.divergence import graph_on_cpu
+
+    precision = candidate.precision
+    expected = infer(reference.session, _pixels(images, reference.preprocessing), REFERENCE_BATCH)
+    pixels = _pixels(images, candidate.preprocessing)
+    found = logits_of(graph_on_cpu(graph, precision), pixels, fused=precision != "fp8")
+    allowed = allowed_logit_error(coarser(reference.precision, precision), float(expected.std()))
+    return found.shape == expected.shape and float(difference(expected, found).max()) <= allowed
+
+
+def _runtime_note(bundle: Bundle, candidate: LoadedModel, images: ImageSet) -> str:
+    """Who made the error where the graph did not, and in which layer if the runtime tells it."""
+    made = f"{MODEL} agrees with the reference, so the error is made by {_runtime(candidate)}"
+    where = first_divergence(bundle, candidate.session, _pixels(images, candidate.preprocessing))
+    return f"{made}: {where}" if where else made
 
 
 def _trace_network(

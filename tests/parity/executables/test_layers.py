@@ -10,18 +10,19 @@ import openvino
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from bundle_fixture import BIAS, IMAGE_SIZE, LABELS, WEIGHT, NumpySession, write_bundle
+from bundle_fixture import BIAS, IMAGE_SIZE, LABELS, PREPROCESSING, WEIGHT, NumpySession, colour_images, write_bundle
 from vitx.core.bundle import Bundle
+from vitx.parity import trace
 from vitx.parity.executables import layers
 from vitx.parity.executables.layers import first_divergence
-from vitx.parity.executables.witness import Witness
+from vitx.parity.loaded_model import LoadedModel
+from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 from vitx.runtimes.openvino import OpenVinoSession
+from vitx.runtimes.session import Session
 from witnessed_bundle import seal_manifest
 
 PIXELS = np.random.default_rng(0).integers(1, 256, (6, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
 BLOCKS = [np.array([1, 2, -3], np.float32), np.array([2, -1, 1], np.float32)]  # factors of the three channels
-info: Any = None
-WITNESS = Witness(info, PIXELS, np.zeros((6, 4)))
 
 
 def graph_of(factors: list[Any]) -> onnx.ModelProto:
@@ -59,7 +60,7 @@ def bundle_of(folder: Path, factors: list[Any]) -> Bundle:
 
 def clause(bundle: Bundle) -> str:
     with OpenVinoSession(bundle, threads=1) as session:
-        return first_divergence(bundle, session, WITNESS)
+        return first_divergence(bundle, session, PIXELS)
 
 
 def relative(factors: list[Any], block: int) -> float:
@@ -91,7 +92,7 @@ def test_only_openvino_s_layers_are_told_and_only_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = bundle_of(tmp_path, [BLOCKS[0] * 2, BLOCKS[1]])
-    assert first_divergence(bundle, NumpySession(), WITNESS) == ""
+    assert first_divergence(bundle, NumpySession(), PIXELS) == ""
     monkeypatch.setattr(OpenVinoSession, "describe", lambda self: {"runtime": "openvino-bf16"})
     assert clause(bundle).startswith("the first layer that differs from model.onnx is blocks.0, by 1 of")
     monkeypatch.setattr(layers, "find_spec", lambda name: None if name == "onnx" else name)
@@ -116,3 +117,37 @@ def test_errors_are_relative_to_the_graph() -> None:
     assert layers._relative(ones * 3, ones * 0) == 6  # nothing to be relative to
     assert layers._relative(ones, ones[:1]) == math.inf
     assert math.isnan(layers._relative(ones * np.nan, ones))
+
+
+def loaded(session: Session, **changes: Any) -> LoadedModel:
+    return LoadedModel("model", session, PREPROCESSING, LABELS, "colours", "", **changes)
+
+
+def test_a_runtime_is_not_blamed_on_a_layer_of_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """model.onnx is right and its IR is not: a trace of the graph would name whichever layer rounds most."""
+    bundle, images = bundle_of(tmp_path, [BLOCKS[0], BLOCKS[1] * 2]), colour_images(8)
+    named = trace.TraceResult(None, (), ("blocks.0 diverges first",))
+    monkeypatch.setattr(trace, "_trace_network", lambda *_: named)
+    request: Any = "request"
+
+    def traced(reference: Session, candidate: Session) -> tuple[str, ...]:
+        pair = loaded(reference, network=lambda: None), loaded(candidate, bundle=bundle)
+        found = trace.trace(*pair, request, images, repair=True, quiet=True)
+        if candidate.artefacts != ("model.onnx",):
+            assert trace.measure_token_similarity(*pair, images, quiet=False) is None
+            runtime = candidate.describe()["runtime"]
+            said = f"parity: CosSim by layer is left out: it is of model.onnx, not of {runtime}\n"
+            assert capsys.readouterr().err == said
+        return found.notes
+
+    graph, compiled, plan = OnnxRuntimeSession(bundle), OpenVinoSession(bundle, threads=1), NumpySession()
+    plan.artefacts = ("engines/tensorrt.plan",)
+    agrees = "model.onnx agrees with the reference, so the error is made by"
+    assert traced(graph, compiled) == (
+        f"{agrees} openvino: the first layer that differs from model.onnx is blocks.1, by 1 of its norm",
+    )
+    assert traced(graph, plan) == (f"{agrees} numpy",)
+    # The graph itself is wrong, or is what was run.
+    assert traced(NumpySession(), compiled) == traced(graph, graph) == ("blocks.0 diverges first",)

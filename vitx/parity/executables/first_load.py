@@ -80,7 +80,7 @@ def _judged(
     keep_verdict(bundle, verdict)
     if verdict.verdict == "pass":
         return verdict
-    where = first_divergence(bundle, session, witness)
+    where = first_divergence(bundle, session, witness.pixels)
     return verdict.model_copy(update={"reasons": (*verdict.reasons, *([where] if where else []))})
 
 

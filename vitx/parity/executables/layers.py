@@ -8,7 +8,6 @@ import numpy.typing as npt
 
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
-from vitx.parity.executables.witness import Witness
 from vitx.runtimes.openvino import IR, openvino_core
 from vitx.runtimes.session import Session
 
@@ -20,8 +19,10 @@ _LAYER = re.compile(r"embedding|blocks\.\d+|logits")
 Tensors = dict[str, npt.NDArray[np.floating]]
 
 
-def first_divergence(bundle: Bundle, session: Session, witness: Witness) -> str:
+def first_divergence(bundle: Bundle, session: Session, pixels: UInt8Array) -> str:
     """A clause that names the first layer that differs from model.onnx here; empty where it cannot be told.
+
+    pixels: prepared images, uint8 (n, S, S, 3), of which the first four are run.
 
     OpenVINO keeps the names of the graph's tensors (`embedding`, `blocks.0`, …) and gives them as further outputs, so
     the same images are run through both graphs on this machine. The other runtimes do not, and without the package
@@ -30,7 +31,7 @@ def first_divergence(bundle: Bundle, session: Session, witness: Witness) -> str:
     of_ir = session.describe()["runtime"].startswith("openvino") and not session.outputs
     if not of_ir or find_spec("onnx") is None:
         return ""
-    pixels = witness.pixels[:IMAGES]
+    pixels = pixels[:IMAGES]
     found = _openvino_tensors(bundle, pixels)
     for name, expected in _graph_tensors(bundle, pixels, found).items():
         error = _relative(found[name], expected)
