@@ -129,6 +129,32 @@ def test_what_fails_is_left_out_and_the_next_is_judged(
     assert capsys.readouterr().err == ""
 
 
+def test_the_fastest_is_taken_where_the_cache_cannot_be_written(
+    witnessed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("VITX_CACHE", str(tmp_path / "a file"))
+    speeds = {"onnxruntime": 5.0, "openvino": 6.0}
+
+    def keep_speed(bundle: Bundle, session: Session) -> None:
+        _keep_speed(bundle, session)
+        executable = executable_of(bundle.subject(), session)
+        (timed,) = (each for each in cached_verdicts(bundle) if each.executable == executable)
+        keep_verdict(bundle, timed.model_copy(update={"images_per_second": speeds[executable.runtime]}))
+
+    monkeypatch.setattr(choice, "_keep_speed", keep_speed)
+    assert choose(witnessed) == ("openvino", "onnxruntime-cpu")
+    assert kept(witnessed) == {"onnxruntime": ("not run", 5.0), "openvino": ("pass", 6.0)}
+    assert capsys.readouterr().err.count("the verdict is not kept") == 1
+    # As long as the process lasts nothing is timed or judged again; a cache that can be written takes over.
+    monkeypatch.setattr(choice, "_loaded", lambda *_, **__: pytest.fail("loaded again"))
+    assert choose(witnessed) == ("openvino", "onnxruntime-cpu")
+    (tmp_path / "a file").unlink()
+    set_speed(witnessed, onnxruntime=5.0, openvino=4.0)
+    assert len([*(tmp_path / "a file").rglob("*.json")]) == 2
+    assert kept(witnessed) == {"onnxruntime": ("not run", 5.0), "openvino": ("pass", 4.0)}
+
+
 def test_only_what_the_certificate_lists_is_a_candidate(witnessed: Bundle) -> None:
     """OpenVINO in bfloat16 could run here, and nobody asked for it at the export."""
     assert {*runtimes_for(witnessed, "cpu")} - {BFLOAT16} == {"onnxruntime-cpu", "openvino"}

@@ -18,6 +18,10 @@ class CachedVerdict(SealedRecord):
     verdict: Verdict
 
 
+# By cache folder, what could not be written there, by manifest and file name: `--runtime auto` chooses by it.
+_unwritten: dict[Path | None, dict[tuple[str, str], CachedVerdict]] = {}
+
+
 def cached_verdict(bundle: Bundle, executable: Executable) -> Verdict | None:
     """The passing verdict that was found here on exactly this executable of exactly this bundle; None without one."""
     same = [found for found in cached_verdicts(bundle) if found.executable == executable]
@@ -26,25 +30,40 @@ def cached_verdict(bundle: Bundle, executable: Executable) -> Verdict | None:
 
 def cached_verdicts(bundle: Bundle) -> list[Verdict]:
     """What was found here on executables of exactly this bundle, the newest last; damaged records are left out."""
-    found = []
+    found = {}
     manifest = bundle.subject()[MANIFEST]
     with suppress(OSError, RuntimeError):  # no cache, or a user without a home
         for path in sorted(_folder(manifest).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             with suppress(VitxError):
                 record = read_sealed(path, CachedVerdict, remedy="remove it")
                 if record.manifest_sha256 == manifest and path.name == _name(record.verdict):
-                    found.append(record.verdict)
-    return found
+                    found[path.name] = record.verdict
+    for (bundle_of_it, name), record in [*_unwritten.get(_place(), {}).items()]:
+        if bundle_of_it == manifest:  # newer than what a cache that can no longer be written has under this name
+            found.pop(name, None)
+            found[name] = record.verdict
+    return [*found.values()]
 
 
 def keep_verdict(bundle: Bundle, verdict: Verdict) -> None:
-    """Keep a verdict; where the cache cannot be written, say so: the next start measures again."""
+    """Keep a verdict; where the cache cannot be written, say so once, and keep it as long as this process lasts."""
     manifest = bundle.subject()[MANIFEST]
     record = CachedVerdict(manifest_sha256=manifest, verdict=verdict).sealed()
+    key = (manifest, _name(verdict))
+    _unwritten.get(_place(), {}).pop(key, None)
     try:
         write_json(_folder(manifest) / _name(verdict), record)
     except (OSError, RuntimeError) as error:
-        log(f"vitx: the verdict is not kept ({error}): set VITX_CACHE to a folder that can be written")
+        if _place() not in _unwritten:
+            log(f"vitx: the verdict is not kept ({error}): set VITX_CACHE to a folder that can be written")
+        _unwritten.setdefault(_place(), {})[key] = record
+
+
+def _place() -> Path | None:
+    """The cache folder; None for a user without a home."""
+    with suppress(RuntimeError):
+        return cache_folder()
+    return None
 
 
 def _folder(manifest_sha256: str) -> Path:
