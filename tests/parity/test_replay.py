@@ -147,6 +147,21 @@ def test_verify_with_another_run_is_refused(bundle: Bundle, colours_folder: Path
     assert "is not the reference of the certificate" in err
 
 
+def test_a_certificate_without_the_bad_images_is_verified(
+    bundle: Bundle, tiny_run: RunFolder, colours_folder: Path, tmp_path: Path, vitx: Vitx
+) -> None:
+    folder = shutil.copytree(colours_folder, tmp_path / "photos")
+    next(iter(sorted((folder / "val").rglob("*.png")))).write_bytes(b"no image")
+    images = ("--data", folder, "--device", "cpu", "--quiet")
+    code, _, err = vitx("parity", tiny_run.path, bundle.path, *images, "--skip-bad")
+    assert code == 0, err
+    code, _, err = vitx("parity", "--verify", bundle.path, tiny_run.path, *images, "--skip-bad")
+    assert code == 0, err
+    code, _, err = vitx("parity", "--verify", bundle.path, *images)
+    assert code == 2
+    assert "--skip-bad" in err
+
+
 def test_verify_on_other_images_is_refused(bundle: Bundle, tmp_path: Path, vitx: Vitx) -> None:
     from bundle_fixture import write_image_folder
 

@@ -183,16 +183,16 @@ def test_other_classes_are_refused(bundle: Bundle) -> None:
 
 
 def test_the_certified_images_are_opened_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str, bool]] = []
 
-    def open_images(data: str, split: str) -> Any:
-        asked.append((data, split))
+    def open_images(data: str, split: str, *, skip_bad: bool) -> Any:
+        asked.append((data, split, skip_bad))
         return IMAGES
 
     monkeypatch.setattr(replaying, "open_images", open_images)
     assert certified_images(certified()) is IMAGES
-    assert certified_images(certified(), "elsewhere") is IMAGES
-    assert asked == [("numbers", "val"), ("elsewhere", "val")]
+    assert certified_images(certified(), "elsewhere", skip_bad=True) is IMAGES
+    assert asked == [("numbers", "val", False), ("elsewhere", "val", True)]
     with pytest.raises(CheckFailed) as caught:
         certified_images(certified().model_copy(update={"data_sha256": "3" * 64}))
     assert str(caught.value) == (
@@ -289,7 +289,7 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, lis
         sessions[1] = candidate_session()
         return reference_model(name="candidate", session=sessions[1], bundle=bundle)
 
-    monkeypatch.setattr(replaying, "open_images", lambda data, split: IMAGES)
+    monkeypatch.setattr(replaying, "open_images", lambda data, split, *, skip_bad: IMAGES)
     monkeypatch.setattr(replaying, "_certified_reference", opened_reference)
     monkeypatch.setattr(replaying, "model_from_bundle", opened_candidate)
     return bundle.path, asked, sessions

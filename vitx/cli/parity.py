@@ -45,7 +45,7 @@ def command(
     from vitx.parity.replay import verify_certificate
 
     if options.verify:
-        require_effect(options, {"verify", "data", "checkpoint", "device"}, "with --verify: leave it out")
+        require_effect(options, {"verify", "data", "checkpoint", "device", "skip_bad"}, "with --verify: leave it out")
         replay = verify_certificate(reference, candidate, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()

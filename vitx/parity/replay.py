@@ -70,7 +70,7 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
     path, run = (second or first, first) if swapped else (first, second)
     bundle = Bundle.open(path)
     certificate = verify_files(bundle)
-    images = certified_images(certificate, options.data)
+    images = certified_images(certificate, options.data, skip_bad=options.skip_bad)
     with ExitStack() as opened:
         reference = _certified_reference(bundle, certificate, run, options)
         if reference is not None:
@@ -100,9 +100,12 @@ def verify_files(bundle: Bundle) -> Certificate:
     return certificate
 
 
-def certified_images(certificate: Certificate, data: str | None = None) -> ImageSet:
-    """The images of a certificate; raise CheckFailed when `data` (default: the certificate's) holds others."""
-    images = open_images(data or certificate.data, "val")
+def certified_images(certificate: Certificate, data: str | None = None, *, skip_bad: bool = False) -> ImageSet:
+    """The images of a certificate; raise CheckFailed when `data` (default: the certificate's) holds others.
+
+    skip_bad: as for `open_images`; a certificate that was made with it holds for the images that can be read.
+    """
+    images = open_images(data or certificate.data, "val", skip_bad=skip_bad)
     digest = images.digest()
     if digest != certificate.data_sha256:
         raise CheckFailed(
