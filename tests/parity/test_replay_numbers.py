@@ -1,6 +1,7 @@
 """Each number of a certificate, changed alone, is noticed by a replay, with the reference and without."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
+from run_fixture import write_run
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.certificate import Certificate, TokenSimilarity
@@ -220,7 +222,7 @@ def test_the_reference_is_the_run_given_or_the_one_that_was_exported(
         exported = Bundle(bundle.path, bundle.manifest.model_copy(update={"provenance": provenance}))
         certificate = certified().model_copy(update={"reference_sha256": sha256})
         options = ParityOptions(checkpoint="best", device="cpu")
-        return replaying._certified_reference(exported, certificate, run, options)
+        return replaying._certified_reference(exported, certificate, run, options, quiet=False)
 
     def freed() -> bool:
         session = opened[-1][2].session
@@ -244,6 +246,23 @@ def test_the_reference_is_the_run_given_or_the_one_that_was_exported(
     there.clear()
     assert found() is None
     assert len(opened) == count
+
+
+def test_a_run_without_its_checkpoint_is_missed_only_where_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", "digits")
+    shutil.rmtree(run.path / "checkpoints")
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    changed = {"source": str(run.path), "checkpoint": "best"}
+    provenance = bundle.manifest.provenance.model_copy(update=changed)
+    exported = Bundle(bundle.path, bundle.manifest.model_copy(update={"provenance": provenance}))
+    options, reason = ParityOptions(device="cpu"), f"run '{run.path}' has no 'best' checkpoint yet"
+    assert replaying._certified_reference(exported, certified(), None, options, quiet=False) is None
+    assert capsys.readouterr().err == f"verify: the run of the export is left out: {reason}\n"
+    with pytest.raises(InputError) as caught:
+        replaying._certified_reference(exported, certified(), run.path, options, quiet=False)
+    assert str(caught.value) == reason
 
 
 def test_verified_files_are_those_of_the_certificate_with_whole_latencies(tmp_path: Path) -> None:
@@ -280,7 +299,9 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, lis
     asked: list[Any] = []
     sessions = [TableSession(REFERENCE), candidate_session()]
 
-    def opened_reference(bundle: Bundle, certificate: Certificate, run: Path | None, options: ParityOptions) -> Any:
+    def opened_reference(
+        bundle: Bundle, certificate: Certificate, run: Path | None, options: ParityOptions, *, quiet: bool
+    ) -> Any:
         asked.append(("reference", bundle.path, certificate.images, run, options.device))
         return None if run is None else reference_model(session=sessions[0])
 

@@ -11,7 +11,7 @@ import numpy as np
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.certificate import Certificate, Executable, Verdict
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import sha256_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.run import RunFolder
@@ -72,7 +72,7 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
     certificate = verify_files(bundle)
     images = certified_images(certificate, options.data, skip_bad=options.skip_bad)
     with ExitStack() as opened:
-        reference = _certified_reference(bundle, certificate, run, options)
+        reference = _certified_reference(bundle, certificate, run, options, quiet=quiet)
         if reference is not None:
             opened.enter_context(reference)
         against = f"against {reference.name}" if reference else "no run at hand: the candidate alone"
@@ -181,9 +181,12 @@ def _replay_candidate(
 
 
 def _certified_reference(
-    bundle: Bundle, certificate: Certificate, run: Path | None, options: ParityOptions
+    bundle: Bundle, certificate: Certificate, run: Path | None, options: ParityOptions, *, quiet: bool
 ) -> LoadedModel | None:
-    """The run that was given, or the one the bundle was exported from if it is still there with the same weights."""
+    """The run that was given, or the one the bundle was exported from if it is still there with the same weights.
+
+    One that was not given and cannot be opened is left out, which is logged.
+    """
     if run is not None:
         given = open_model(run, which=options.checkpoint, device=options.device)
         if given.sha256 != certificate.reference_sha256:
@@ -194,7 +197,11 @@ def _certified_reference(
     source = Path(provenance.source)
     if not RunFolder(source).exists() or provenance.checkpoint not in get_args(Checkpoint):
         return None
-    exported = open_model(source, which=provenance.checkpoint, device=options.device)
+    try:
+        exported = open_model(source, which=provenance.checkpoint, device=options.device)
+    except VitxError as reason:
+        log(f"verify: the run of the export is left out: {reason}", quiet=quiet)
+        return None
     if exported.sha256 == certificate.reference_sha256:
         return exported
     exported.session.close()
