@@ -49,6 +49,7 @@ MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
 SIGNATURE = "signature.json"
+_WRITTEN_LATER = (MANIFEST, CERTIFICATE, LATENCY, SIGNATURE)
 MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
@@ -296,7 +297,7 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
     twins = [name for name in listed if spellings[name.casefold()] > 1]
     if twins:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
-    for name in (*listed, MANIFEST, CERTIFICATE, LATENCY, SIGNATURE):
+    for name in (*listed, *_WRITTEN_LATER):
         path = folder / name
         try:
             inside = _names_a_file(name, listed) and path.resolve().is_relative_to(folder.resolve())
@@ -312,9 +313,13 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
 
 
 def _may_be_unlisted(name: str) -> bool:
-    """What is written after the manifest, and what a killed writer of it left (`vitx.core.files.write_bytes`)."""
-    written_later = (MANIFEST, CERTIFICATE, LATENCY, SIGNATURE)
-    return name in written_later or name.startswith(tuple(f".{each}." for each in written_later))
+    """What is written after the manifest, and what a killed writer of it left."""
+    return name in _WRITTEN_LATER or is_unfinished(name)
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a killed writer of what is written after the manifest left this (`vitx.core.files.write_bytes`)."""
+    return name.startswith(tuple(f".{each}." for each in _WRITTEN_LATER))
 
 
 def timestamp() -> str:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import LATENCY, SIGNATURE, Bundle
+from vitx.core.bundle import LATENCY, SIGNATURE, Bundle, is_unfinished
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import write_bytes
 
@@ -66,8 +66,9 @@ def require_signature(path: Path, public_key: Path) -> None:
 
 
 def _hashing(path: Path) -> Any:
+    unfinished = [each for each in path.glob(".*") if is_unfinished(each.name)]  # of a killed `vitx bench`, say
     return _package().hashing.Config().set_ignored_paths(
-        paths=[path / name for name in _UNSIGNED], ignore_git_paths=False
+        paths=[*(path / name for name in _UNSIGNED), *unfinished], ignore_git_paths=False
     )  # fmt: skip
 
 

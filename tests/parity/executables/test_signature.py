@@ -65,6 +65,19 @@ def test_the_package_s_own_command_verifies_it(signed: Bundle, keys: Keys) -> No
     assert done.returncode == 0, done.stderr
 
 
+def test_what_a_killed_writer_left_is_not_signed(signed: Bundle, keys: Keys) -> None:
+    """A bundle is opened with it, so a signature must hold with it and without."""
+    left = signed.path / f".{LATENCY}.abcd"
+    left.write_bytes(b"{")
+    require_signature(signed.path, keys.public)
+    sign_bundle(Bundle.open(signed.path), keys.private)
+    left.rename(signed.path / f".{CERTIFICATE}.efgh")
+    require_signature(signed.path, keys.public)
+    (signed.path / f".{CERTIFICATE}.efgh").rename(signed.path / ".other")
+    with pytest.raises(CheckFailed, match=r"not signed: \.other$"):
+        require_signature(signed.path, keys.public)
+
+
 @pytest.mark.parametrize("name", [MODEL, CERTIFICATE, WITNESS, "manifest.json", "openvino/model.bin"])
 def test_one_byte_of_any_file_is_named(signed: Bundle, keys: Keys, name: str) -> None:
     path = signed.path / name
@@ -98,6 +111,8 @@ def test_added_and_removed_files_are_named(signed: Bundle, keys: Keys) -> None:
 def test_another_s_signature_is_refused(witnessed: Bundle, keys: Keys, tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match="is not signed, and a signature is required: export it with --sign KEY"):
         require_signature(witnessed.path, keys.public)
+    with pytest.raises(CheckFailed, match="is not signed"):
+        require_signature(tmp_path / "none", keys.public)
     other = write_keys(tmp_path, "other", ec.generate_private_key(ec.SECP256R1()))
     sign_bundle(witnessed, other.private)
     require_signature(witnessed.path, other.public)
