@@ -217,6 +217,21 @@ def test_a_failure_is_written_too(bundle: Bundle, images: ImageSet) -> None:
     assert read_certificate(bundle.path / CERTIFICATE) == certificate
 
 
+def test_a_pass_with_which_nothing_runs_yet_names_the_command(
+    bundle: Bundle, images: ImageSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a half-precision bundle a float32 twin runs here: without a witness set no runtime has a verdict."""
+    certificate = certify_models(model(), model(bundle, twin=True), images, write=True, quiet=True)
+    assert (certificate.verdict, certificate.executables) == ("pass", ())
+    assert capsys.readouterr().err == (
+        "warning: the graph passes, and no runtime was judged with it: run "
+        "`vitx parity RUN BUNDLE --runtime onnxruntime` where it will be served\n"
+    )
+    certify_models(model(), model(bundle), images, write=True, quiet=True)
+    certify_models(model(), model(bundle, session=TableSession(LOGITS + 1), twin=True), images, write=True, quiet=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_nothing_is_written_unasked(bundle: Bundle, images: ImageSet) -> None:
     certificate = certify_models(model(), model(bundle), images, quiet=True)
     assert certificate.candidate == f"{bundle.path} in onnxruntime"

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, Bundle, Precision, timestamp
+from vitx.core.bundle import CERTIFICATE, WITNESS, Bundle, Precision, timestamp
 from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
@@ -193,6 +193,10 @@ def _write_certificate(
         verdicts += verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
     if not candidate.twin:  # the last word on the runtime that ran all images, not only the witness set
         verdicts.append(certificate.as_verdict(executable_of(bundle.subject(), candidate.session)))
+    may_run = WITNESS in bundle.manifest.files or any(each.verdict == "pass" for each in verdicts)
+    if certificate.verdict == "pass" and not may_run:
+        command = "vitx parity RUN BUNDLE --runtime onnxruntime"
+        log(f"warning: the graph passes, and no runtime was judged with it: run `{command}` where it will be served")
     return record_verdicts(bundle, certificate, verdicts)
 
 
