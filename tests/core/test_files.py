@@ -12,6 +12,7 @@ from vitx.core import files
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import (
     Record,
+    check_file,
     link_atomically,
     make_folder,
     read_record,
@@ -354,3 +355,15 @@ def test_a_link_that_a_killed_process_left_is_no_hindrance(tmp_path: Path) -> No
     (tmp_path / f".link.{os.getpid()}").symlink_to("old")
     link_atomically(tmp_path / "link", "new")
     assert [(path.name, os.readlink(path)) for path in tmp_path.iterdir()] == [("link", "new")]
+
+
+def test_a_folder_in_the_place_of_a_file_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "new" / "file", Path("/dev/null")):
+        check_file(path, "report.html")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(InputError) as caught:
+        check_file(tmp_path, "report.html")
+    assert str(caught.value) == f"'{tmp_path}' is a folder: expected a file name, such as {tmp_path}/report.html"
+    with pytest.raises(InputError, match=r"file' cannot be a folder"):
+        check_file(tmp_path / "file" / "report.html", "report.html")

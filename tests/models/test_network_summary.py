@@ -77,6 +77,10 @@ def test_convert_a_published_checkpoint(vitx: Vitx, tmp_path: Path) -> None:
     [
         (("convert", "public.pth"), "convert needs a file and the network"),
         (("convert", "none.pth", "--as", "deepvit_s"), "no checkpoint at 'none.pth'"),
+        (
+            ("convert", "none.pth", "--as", "deepvit_s", "--out", "."),
+            "expected a file name, such as deepvit_s.safetens",
+        ),
         (("deepvit_s", "public.pth"), "FILE, --as and --out go with 'convert', not with 'deepvit_s'"),
     ],
 )

@@ -226,6 +226,13 @@ def test_images_are_all_or_enough_or_a_number_evenly_spaced() -> None:
         sample_images(images, "enough", 1.0)
 
 
+def test_a_folder_as_the_report_is_refused_before_anything_is_opened(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        checked(report=tmp_path)
+    assert str(caught.value) == f"'{tmp_path}' is a folder: expected a file name, such as {tmp_path / 'report.html'}"
+    assert (models.opened, models.images_asked) == ([], [])
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands for the server: what was asked of it; it gives two of 320 images another class."""

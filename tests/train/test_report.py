@@ -146,6 +146,9 @@ def test_bad_input_is_one_error(vitx: Vitx, finished: Path, image_folder: Path, 
     shutil.copytree(finished, tmp_path / "begun", ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
     code, _, said = vitx("report", tmp_path / "begun")
     assert (code, said) == (2, f"error: run '{tmp_path / 'begun'}' has no 'best' checkpoint yet\n")
+    code, _, said = vitx("report", finished, "--out", tmp_path)
+    page = tmp_path / "report.html"
+    assert (code, said) == (2, f"error: '{tmp_path}' is a folder: expected a file name, such as {page}\n")
 
 
 @pytest.mark.parametrize("classes", [2, 20, 300])

@@ -70,10 +70,12 @@ def _show(name: str, *, as_json: bool) -> None:
 def _convert(file: Path, network: str, out: Path, *, as_json: bool) -> None:
     from vitx.core.console import print_json
     from vitx.core.errors import InputError
+    from vitx.core.files import check_file
     from vitx.core.run import ModelSpec
     from vitx.models import build_model, load_public_checkpoint
     from vitx.models.public_checkpoint import classes_in, save_weights
 
+    check_file(out, f"{network}.safetensors")
     if out.exists() and out.samefile(file):
         raise InputError(f"'{out}' is the input itself: choose another --out")
     model = build_model(ModelSpec(name=network, num_classes=classes_in(file)))

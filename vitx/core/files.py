@@ -90,6 +90,13 @@ def check_folder(path: Path) -> None:
         raise InputError(f"'{path}' cannot be a folder: '{found}' is none")
 
 
+def check_file(path: Path, example: str) -> None:
+    """Raise InputError where no file can be written to `path`, a folder say, before minutes are spent on its content."""
+    if path.is_dir():
+        raise InputError(f"'{path}' is a folder: expected a file name, such as {path / example}")
+    check_folder(path.parent)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file or leave the old one untouched; a link stays, and a device or a pipe is written to."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # else root's `--report /dev/null` takes its place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import write_bytes
+from vitx.core.files import check_file, write_bytes
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import bundle_batch_sizes, certify_models, record_verdicts, warn_of_other_weights
@@ -58,6 +58,8 @@ def check_parity(
     reference_path: Path, candidate_path: Path, options: ParityOptions, *, quiet: bool = False
 ) -> ParityResult:
     """Compare two of runs and bundles on real images; write the certificate if the candidate is a bundle to certify."""
+    if options.report is not None:
+        check_file(options.report, "report.html")
     open_one = partial(open_model, which=options.checkpoint, device=options.device, use_twin=True)
     with (
         open_one(reference_path, runtime=options.reference_runtime) as reference,

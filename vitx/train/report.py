@@ -10,7 +10,7 @@ import torch
 
 from vitx.core.console import log, progress
 from vitx.core.errors import InputError
-from vitx.core.files import write_bytes
+from vitx.core.files import check_file, write_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import png
@@ -60,6 +60,7 @@ def write_report(
     If the run's images are gone, the page says so in place of the confusion matrix; if those of a given `data` are, it
     is an InputError. Raises InputError for a run whose first epoch is not done, and for images of other classes.
     """
+    check_file(out, "report.html")
     recipe = read_recipe(run.path)
     folder, state = run.checkpoint(which)
     history = read_metrics(run.metrics_path, run.checkpoint("last")[1].epoch)
