@@ -265,6 +265,14 @@ def test_certificate_of_another_bundle_is_refused(tiny_bundle: Bundle, tmp_path:
         Bundle.open(other.path).require_certificate()
 
 
+def test_a_file_that_only_the_certificate_names_is_named(tiny_bundle: Bundle) -> None:
+    found = tiny_bundle.require_certificate()
+    more = found.model_copy(update={"subject": {**found.subject, "witness.safetensors": "0" * 64}}).sealed()
+    write_json(tiny_bundle.path / CERTIFICATE, more)
+    with pytest.raises(CheckFailed, match=r"is of other files \(witness\.safetensors differ\): run"):
+        tiny_bundle.require_certificate()
+
+
 def test_certificate_that_says_fail_is_refused(uncertified_bundle: Bundle, colours: ImageSet) -> None:
     certificate = certify(
         NumpySession(),

@@ -273,7 +273,7 @@ class Bundle:
         if certificate is None:
             raise CheckFailed(f"bundle '{self.path}' has no certificate: {remedy}")
         if certificate.subject != self.subject():
-            changed = sorted(name for name, digest in self.subject().items() if certificate.subject.get(name) != digest)
+            changed = sorted(dict(certificate.subject.items() ^ self.subject().items()))
             raise CheckFailed(
                 f"the certificate of '{self.path}' is of other files ({', '.join(changed)} differ): {remedy}"
             )
