@@ -91,7 +91,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path, example: str) -> None:
-    """Raise InputError where no file can be written to `path`, a folder say, before minutes are spent on its content."""
+    """Raise InputError where no file can be written to `path`, before minutes are spent on its content."""
     if path.is_dir():
         raise InputError(f"'{path}' is a folder: expected a file name, such as {path / example}")
     check_folder(path.parent)
