@@ -11,7 +11,7 @@
     up to thousands of times smaller than what was asked for. Neither looks for repeated eigenvalues. Counts, so nothing
     here depends on the machine's speed.
 (b) All metrics of activations of deit_small_12 (over-smoothing, attention collapse, feature similarity, Fourier,
-    variance, CKA) on 64 images of 224 px in one pass, against one forward pass that gives the attention maps; one
+    variance) on 64 images of 224 px in one pass, against one forward pass that gives the attention maps; one
     thread, the two take turns, processor time, median of the pairs.
 
 Exit code 1 when a target is missed. With --json the parts that were run replace those in FILE.
@@ -41,7 +41,6 @@ from vitx.analyze.activations import stream_activations
 from vitx.analyze.curvature import hessian, hessian_eigenvalues
 from vitx.analyze.metric import ActivationMetric
 from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
-from vitx.analyze.metrics.cka import CKAMetric
 from vitx.analyze.metrics.feature_similarity import FeatureSimilarityMetric
 from vitx.analyze.metrics.fourier import FourierMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
@@ -203,7 +202,7 @@ def one_pass(arguments: argparse.Namespace) -> dict[str, Any]:
     def measured() -> None:
         metrics: list[ActivationMetric] = [
             *(OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)),
-            *(FourierMetric(model), VarianceMetric(model), CKAMetric(model)),
+            *(FourierMetric(model), VarianceMetric(model)),
         ]
         for batch in stream_activations(model, images, preprocessing, batch_size=16):
             for metric in metrics:

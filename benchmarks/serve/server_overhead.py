@@ -102,7 +102,7 @@ async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile
     core = ServerCore(ServeOptions(), [warm.offer])
     core.models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), core.metrics), 0)
     protocol = partial(HeadCacheProtocol, {}, core.limits, core.budget, core.metrics.reject)
-    config, state = _uvicorn_config(App(core, None), ServeOptions()), ServerState()
+    config, state = _uvicorn_config(App(core, None)), ServerState()
     config.load()
     loop = asyncio.get_running_loop()
     request = infer_request(SMALL.name, np.zeros((SMALL.image_size, SMALL.image_size, 3), np.uint8))
