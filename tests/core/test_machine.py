@@ -200,14 +200,11 @@ def test_flags_are_those_of_the_first_processor(monkeypatch: pytest.MonkeyPatch,
         assert sums_int8_exactly.__wrapped__(path)
 
 
-def test_a_temporary_folder_has_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / ("x" * 40)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    room = machine._LONGEST_SOCKET_PATH - len(str(folder))
-    path = folder / ("s" * (room - 1))  # and the slash
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+def test_a_temporary_folder_has_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:  # a short path
+        room = machine._LONGEST_SOCKET_PATH - len(folder)
+        listener.bind(f"{folder}/{'s' * (room - 1)}")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
     machine.require_socket_folder(room)
-    with pytest.raises(EnvironmentMissing, match=f"is too long for sockets: .* at most {len(str(folder)) - 1} bytes"):
+    with pytest.raises(EnvironmentMissing, match=f"is too long for sockets: .* at most {len(folder) - 1} bytes"):
         machine.require_socket_folder(room + 1)

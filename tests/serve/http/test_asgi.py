@@ -8,6 +8,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import CONNECTION, OnReply, Reply, answered
 from vitx.serve.observe.request_record import RequestRecord
 
@@ -53,5 +54,11 @@ def test_work_for_a_client_that_hangs_up_is_cancelled_and_nothing_after_it() -> 
             await asked
         assert connection.on_lost is None
         assert cancelled == [True, True]
+        asked = ask()
+        await asyncio.sleep(0)
+        asked.cancel("Task cancelled, timeout graceful shutdown exceeded")  # as uvicorn does it
+        with pytest.raises(RequestError, match="the server is shutting down"):
+            await asked
+        assert cancelled == [True, True, True]
 
     asyncio.run(test())

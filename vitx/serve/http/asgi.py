@@ -151,8 +151,8 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
     connection.on_lost = reply.cancel
     try:
         return await awaited(reply, cancel)
-    except asyncio.CancelledError:
-        ended = unavailable("the server is shutting down", "draining")  # it was cancelled at the end of the drain
+    except asyncio.CancelledError as error:  # uvicorn says why: the drain is over. Ray: its client has hung up
+        ended = unavailable("the server is shutting down", "draining") if error.args else error
         raise (ClientDisconnect() if connection.lost else ended) from None
     finally:
         connection.on_lost = None
