@@ -22,7 +22,7 @@ PLACES = (
     "vitx/analyze/metrics/*.py",
     "vitx/analyze/corruption/*.py",
     *(f"vitx/analyze/{name}.py" for name in ("accuracy", "activations", "curvature", "intervals", "lanczos")),
-    *(f"vitx/analyze/{name}.py" for name in ("predictor", "similarity_matrix", "spectrum", "units")),
+    *(f"vitx/analyze/{name}.py" for name in ("predictor", "similarity_matrix", "spectrum", "steps", "units")),
     "vitx/models/similarity.py",
     "vitx/core/probabilities.py",
 )

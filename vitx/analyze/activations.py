@@ -3,7 +3,7 @@
 Shape letters: B batch, N tokens, n patches, D width, H heads, C classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitx.analyze.accuracy import require_finite
 from vitx.analyze.spectrum import square_map
-from vitx.analyze.units import Kind, Unit, first_block, residual_units
+from vitx.analyze.units import Kind, Unit, first_block, residual_units, units_with_streams
 from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import ImageSet
 from vitx.models import image_tensor
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
-        units = [unit for unit in residual_units(model) if unit.stream_module is not None]
+        units = units_with_streams(model)
         last = {unit.name for unit in units if unit.channels_last}
         if units and units[0].channels_last:
             last.add(EMBEDDING)
@@ -130,7 +130,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def stream_order(model: nn.Module) -> list[str]:
     """The names of `Activations.streams`, in the order of the network."""
-    return [EMBEDDING, *(unit.name for unit in residual_units(model) if unit.stream_module is not None)]
+    return [EMBEDDING, *(unit.name for unit in units_with_streams(model))]
 
 
 def _watch_streams(model: nn.Module, found: dict[str, Tensor], before: dict[str, Tensor], restore: ExitStack) -> None:
@@ -185,20 +185,6 @@ def _as_float(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _whole_maps(maps: dict[str, Tensor], images: int) -> dict[str, Tensor]:
     return _as_float({name: value for name, value in maps.items() if value.ndim == 4 and len(value) % images == 0})
-
-
-def feature_maps_of(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor]]:
-    """(unit, map (B, D, S, S)) of the units whose patches form a square."""
-    for name, stream in batch.streams.items():
-        features = layout.feature_map(name, stream)
-        if features is not None:
-            yield name, features
-
-
-def maps_before(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor | None]]:
-    """(unit, map of the stream that it adds to), None where that has no map, of the units in `batch.before`."""
-    for name, stream in batch.before.items():
-        yield name, layout.feature_map(name, stream)
 
 
 def unit_kinds(model: nn.Module) -> dict[str, Kind | None]:

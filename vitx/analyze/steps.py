@@ -1,12 +1,38 @@
 """What each unit changes: the number after it less the number before it, image by image."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from vitx.analyze.intervals import Interval
+from torch import Tensor, nn
+
+from vitx.analyze.activations import Activations, Layout
+from vitx.analyze.intervals import Interval, LayerSamples
 from vitx.analyze.metric_figures import NAMES
 from vitx.analyze.units import Kind
 from vitx.core.probabilities import Float64Array
+
+
+class MapSamples:
+    """What `measure` says of the maps (B, D, S, S) of every stream, and of the streams in `Activations.before`.
+
+    sizes, sizes_before: S by unit; 0 where the patches form no square, and nothing is measured then.
+    """
+
+    def __init__(self, model: nn.Module, measure: Callable[[Tensor], Tensor]) -> None:
+        self._layout, self._measure = Layout.of(model), measure
+        self.after, self.before = LayerSamples(), LayerSamples()
+        self.sizes, self.sizes_before = dict[str, int](), dict[str, int]()
+
+    def add(self, batch: Activations) -> None:
+        self._add(batch.streams, self.after, self.sizes)
+        self._add(batch.before, self.before, self.sizes_before)
+
+    def _add(self, streams: Mapping[str, Tensor], samples: LayerSamples, sizes: dict[str, int]) -> None:
+        for name, stream in streams.items():
+            features = self._layout.feature_map(name, stream)
+            sizes[name] = 0 if features is None else features.shape[-1]
+            if features is not None:
+                samples.add(name, self._measure(features))
 
 
 def steps_along(

@@ -69,9 +69,14 @@ def residual_units(model: nn.Module) -> list[Unit]:
     ]
 
 
+def units_with_streams(model: nn.Module) -> list[Unit]:
+    """The residual units behind which the stream can be read."""
+    return [unit for unit in residual_units(model) if unit.stream_module is not None]
+
+
 def first_block(model: nn.Module) -> nn.Module | None:
     """The first block or unit whose stream can be read: its input is the embedding."""
-    observed = {unit.name for unit in residual_units(model) if unit.stream_module is not None}
+    observed = {unit.name for unit in units_with_streams(model)}
     return next(
         (
             module

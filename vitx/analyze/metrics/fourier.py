@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vitx.analyze.activations import Activations, Layout, feature_maps_of, maps_before, unit_kinds
-from vitx.analyze.intervals import LayerSamples, Measured, ends_text, layer_intervals, rounded
+from vitx.analyze.activations import Activations, unit_kinds
+from vitx.analyze.intervals import Measured, ends_text, layer_intervals, rounded
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
 from vitx.analyze.spectrum import frequencies, image_log_amplitudes
-from vitx.analyze.steps import steps_along, steps_text
+from vitx.analyze.steps import MapSamples, steps_along, steps_text
 from vitx.analyze.units import Kind
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -45,34 +45,25 @@ class FourierMetric:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layout, self._kinds = Layout.of(model), unit_kinds(model)
-        self._amplitudes = LayerSamples()
-        self._map_sizes: dict[str, int] = {}
-        self._before, self._sizes_before = LayerSamples(), dict[str, int]()
+        self._kinds, self._amplitudes = unit_kinds(model), MapSamples(model, image_log_amplitudes)
 
     def add(self, batch: Activations) -> None:
-        for name, features in feature_maps_of(self._layout, batch):
-            self._amplitudes.add(name, image_log_amplitudes(features))
-            self._map_sizes[name] = features.shape[-1]
-        for name, before in maps_before(self._layout, batch):
-            self._sizes_before[name] = 0 if before is None else before.shape[-1]
-            if before is not None:
-                self._before.add(name, image_log_amplitudes(before))
+        self._amplitudes.add(batch)
 
     def result(self) -> Fourier:
-        values = self._amplitudes.values()
+        values = self._amplitudes.after.values()
         if not values:
             raise NotApplicable("no unit has a square feature map as its output")
         order = [name for name in self._kinds if name in values]
         relative = {name: values[name] - values[name][:, :1] for name in order}
         highest = {name: found[:, -1] for name, found in relative.items()}
-        before = {name: found[:, -1] - found[:, 0] for name, found in self._before.values().items()}
-        steps = steps_along(highest, self._map_sizes, before, self._sizes_before)
+        before = {name: found[:, -1] - found[:, 0] for name, found in self._amplitudes.before.values().items()}
+        steps = steps_along(highest, self._amplitudes.sizes, before, self._amplitudes.sizes_before)
         return Fourier(
             units={
                 name: Spectrum(
                     kind=self._kinds[name],
-                    frequencies=tuple(frequencies(self._map_sizes[name])),
+                    frequencies=tuple(frequencies(self._amplitudes.sizes[name])),
                     log_amplitude=tuple(found.mean(axis=0).tolist()),
                 )
                 for name, found in relative.items()

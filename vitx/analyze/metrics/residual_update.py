@@ -11,7 +11,7 @@ from vitx.analyze.activations import EMBEDDING, Activations, Layout
 from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded, with_interval
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines
-from vitx.analyze.units import residual_units
+from vitx.analyze.units import units_with_streams
 from vitx.core.panels import WIDTH, Results, panels
 from vitx.models.similarity import SHORTEST
 
@@ -45,9 +45,7 @@ class ResidualUpdateMetric:
         self._layout = Layout.of(model)
         self._blocks: list[tuple[str, str, str, str]] = []  # (the stream before, first unit, last unit, name)
         previous = before = first = EMBEDDING
-        for unit in residual_units(model):
-            if unit.stream_module is None:
-                continue
+        for unit in units_with_streams(model):
             if unit.block is not None:
                 before, first = previous, unit.name
             if unit.layer is not None:

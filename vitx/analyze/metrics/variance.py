@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vitx.analyze.activations import Activations, Layout, feature_maps_of, maps_before, unit_kinds
-from vitx.analyze.intervals import LayerSamples, Measured, ends_text, layer_intervals
+from vitx.analyze.activations import Activations, unit_kinds
+from vitx.analyze.intervals import Measured, ends_text, layer_intervals
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
 from vitx.analyze.spectrum import feature_variances
-from vitx.analyze.steps import steps_along, steps_text
+from vitx.analyze.steps import MapSamples, steps_along, steps_text
 from vitx.analyze.units import Kind
 from vitx.core.panels import WIDTH, Results, panels
 
@@ -36,25 +36,18 @@ class VarianceMetric:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layout, self._kinds, self._variances = Layout.of(model), unit_kinds(model), LayerSamples()
-        self._map_sizes: dict[str, int] = {}
-        self._before, self._sizes_before = LayerSamples(), dict[str, int]()
+        self._kinds, self._variances = unit_kinds(model), MapSamples(model, feature_variances)
 
     def add(self, batch: Activations) -> None:
-        for name, features in feature_maps_of(self._layout, batch):
-            self._variances.add(name, feature_variances(features))
-            self._map_sizes[name] = features.shape[-1]
-        for name, before in maps_before(self._layout, batch):
-            self._sizes_before[name] = 0 if before is None else before.shape[-1]
-            if before is not None:
-                self._before.add(name, feature_variances(before))
+        self._variances.add(batch)
 
     def result(self) -> Variance:
-        values = self._variances.values()
+        maps = self._variances
+        values = maps.after.values()
         if not values:
             raise NotApplicable("no unit has a square feature map as its output")
         ordered = {name: values[name] for name in self._kinds if name in values}
-        steps = steps_along(ordered, self._map_sizes, self._before.values(), self._sizes_before)
+        steps = steps_along(ordered, maps.sizes, maps.before.values(), maps.sizes_before)
         return Variance(
             variance={name: float(found.mean()) for name, found in ordered.items()},
             kinds={name: self._kinds[name] for name in ordered},

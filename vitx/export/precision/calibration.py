@@ -35,8 +35,8 @@ def sample_images(
 ) -> UInt8Array:
     """Evenly spaced images of a set, uint8 (n, S, S, 3), n ≤ `limit`; the first images of a folder are of one class.
 
-    limit: by default 512 at 224 px, more for smaller images, up to 2,048. least: what the
-    precision takes (`least_images`); raises InputError when the set has fewer.
+    limit: by default 512 at 224 px, more for smaller images, up to 2,048. least: what the precision takes
+    (`least_images`); raises InputError when the set has fewer.
     """
     require_images(len(images), least)
     most = limit or min(MOST, max(FEWEST, PIXELS // preprocessing.image_size**2))
