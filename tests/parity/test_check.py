@@ -56,7 +56,8 @@ class Models:
             bundle=self.bundle if path == BUNDLE else None,
         )
 
-    def open_images(self, data: str, split: str, *, skip_bad: bool) -> ImageSet:
+    def open_images(self, data: str, split: str, *, skip_bad: bool, check_size: object) -> ImageSet:
+        assert check_size == PIXEL.check_size
         self.images_asked.append((data, split, skip_bad))
         return numbered_images([index % 4 for index in range(320)], LABELS, name=data)
 

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from bundle_fixture import NumpySession
 from cli_fixture import Vitx
@@ -68,7 +70,8 @@ def test_what_was_asked_for_is_opened_and_closed(monkeypatch: pytest.MonkeyPatch
         asked.append((path, options))
         return LoadedModel("model", session, PIXEL, ("a", "b"), data="its own", sha256="")
 
-    def open_images(data: str, split: str, *, skip_bad: bool) -> Any:
+    def open_images(data: str, split: str, *, skip_bad: bool, check_size: object) -> Any:
+        assert check_size == PIXEL.check_size
         asked.append((data, split, skip_bad))
         return numbered_images([0, 0, 0, 1], ("a", "b"))
 
@@ -118,3 +121,21 @@ def test_data_that_is_not_there_is_refused(tiny_bundle: Bundle, vitx: Vitx) -> N
     code, out, err = vitx("eval", tiny_bundle.path, "--data", "nowhere", "--json")
     assert (code, json.dumps(out)) == (2, '""')
     assert "no data at 'nowhere'" in err
+
+
+def test_image_too_thin_to_be_resized_is_named_or_left_out(
+    tiny_run: RunFolder, tiny_bundle: Bundle, colours_folder: Path, tmp_path: Path, vitx: Vitx
+) -> None:
+    shutil.copytree(colours_folder, tmp_path / "thin")
+    folder = next(path for path in sorted((tmp_path / "thin" / "val").iterdir()) if path.is_dir())
+    Image.new("RGB", (1, 60_000)).save(folder / "thin.png")
+    data = ("--data", tmp_path / "thin", "--device", "cpu", "--quiet")
+    for command in (
+        ("eval", tiny_run.path),
+        ("eval", tiny_bundle.path),
+        ("parity", tiny_run.path, tiny_bundle.path),
+    ):
+        code, _, err = vitx(*command, *data)
+        assert (code, "thin.png" in err, "too thin" in err) == (2, True, True), (command, err)
+        code, _, err = vitx(*command, *data, "--skip-bad")
+        assert code == 0, (command, err)

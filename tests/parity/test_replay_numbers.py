@@ -186,14 +186,17 @@ def test_other_classes_are_refused(bundle: Bundle) -> None:
 
 def test_the_certified_images_are_opened_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str, bool]] = []
+    sizes: list[object] = []
 
-    def open_images(data: str, split: str, *, skip_bad: bool) -> Any:
+    def open_images(data: str, split: str, *, skip_bad: bool, check_size: object) -> Any:
         asked.append((data, split, skip_bad))
+        sizes.append(check_size)
         return IMAGES
 
     monkeypatch.setattr(replaying, "open_images", open_images)
     assert certified_images(certified()) is IMAGES
-    assert certified_images(certified(), "elsewhere", skip_bad=True) is IMAGES
+    assert certified_images(certified(), "elsewhere", skip_bad=True, check_size=max) is IMAGES
+    assert sizes == [None, max]
     assert asked == [("numbers", "val", False), ("elsewhere", "val", True)]
     with pytest.raises(CheckFailed) as caught:
         certified_images(certified().model_copy(update={"data_sha256": "3" * 64}))

@@ -40,7 +40,7 @@ def analysis_between_epochs(run: Path, every: int, *, skip_bad: bool, quiet: boo
             checkpoint_sha256="",
             recipe=info.recipe,
         )
-        images = open_analysis_images(info.data, IMAGES, skip_bad=skip_bad)
+        images = open_analysis_images(info.data, IMAGES, skip_bad=skip_bad, check_size=info.preprocessing.check_size)
         found = analyze(source, images, chosen_metrics(None), AnalysisOptions(), quiet=True)
         write_json(run / "analysis" / f"epoch-{epoch:04d}.json", found.as_json())
         log(f"analysis of epoch {epoch}: {time.perf_counter() - start:.1f} s", quiet=quiet)

@@ -5,12 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from vitx.core.errors import InputError
-from vitx.data.folder import list_images
+from vitx.data.folder import CheckSize, list_images
 from vitx.data.image_set import NAMED_SETS, ImageSet
 from vitx.data.open import has_splits, open_images
 
 
-def open_analysis_images(data: str, limit: int | None = None, *, skip_bad: bool = False) -> ImageSet:
+def open_analysis_images(
+    data: str, limit: int | None = None, *, skip_bad: bool = False, check_size: CheckSize | None = None
+) -> ImageSet:
     """The evaluation split of `data`, as every verb reads it, or all images below a folder without splits.
 
     The latter has no labels: `class_names` is empty and every label -1. At most `limit` images, evenly spaced. Raises
@@ -20,7 +22,7 @@ def open_analysis_images(data: str, limit: int | None = None, *, skip_bad: bool 
     if data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data)):
         images = _without_labels(Path(data))
     else:
-        images = open_images(data, "val", skip_bad=skip_bad)
+        images = open_images(data, "val", skip_bad=skip_bad, check_size=check_size)
     return images.evenly_spaced(limit)
 
 

@@ -65,7 +65,8 @@ def check_parity(
         open_one(reference_path, runtime=options.reference_runtime) as reference,
         open_one(candidate_path, runtime=options.runtime) as candidate,
     ):
-        split = open_images(options.data or reference.data or candidate.data, "val", skip_bad=options.skip_bad)
+        data, check_size = options.data or reference.data or candidate.data, reference.preprocessing.check_size
+        split = open_images(data, "val", skip_bad=options.skip_bad, check_size=check_size)
         images = sample_images(split, options.images, options.max_flip_rate)
         if max(options.batch_sizes, default=0) > len(images):
             raise InputError(f"--batch-sizes {max(options.batch_sizes)}: expected at most the {len(images)} images")

@@ -66,6 +66,6 @@ def evaluate_path(
     InputError when `path` is neither, or when the data's classes are not the model's.
     """
     with open_model(path, runtime=runtime, which=which, device=device, threads=threads) as model:
-        images = open_images(data or model.data, "val", skip_bad=skip_bad)
+        images = open_images(data or model.data, "val", skip_bad=skip_bad, check_size=model.preprocessing.check_size)
         check_labels(images, model.labels)
         return evaluate(model.session, images, model.preprocessing, quiet=quiet)

@@ -15,6 +15,7 @@ from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import sha256_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.run import RunFolder
+from vitx.data.folder import CheckSize
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import AcceptanceCriteria, certify, check_engines, check_provider
@@ -70,7 +71,8 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
     path, run = (second or first, first) if swapped else (first, second)
     bundle = Bundle.open(path)
     certificate = verify_files(bundle)
-    images = certified_images(certificate, options.data, skip_bad=options.skip_bad)
+    check_size = bundle.manifest.preprocessing.check_size
+    images = certified_images(certificate, options.data, skip_bad=options.skip_bad, check_size=check_size)
     with ExitStack() as opened:
         reference = _certified_reference(bundle, certificate, run, options, quiet=quiet)
         if reference is not None:
@@ -100,12 +102,14 @@ def verify_files(bundle: Bundle) -> Certificate:
     return certificate
 
 
-def certified_images(certificate: Certificate, data: str | None = None, *, skip_bad: bool = False) -> ImageSet:
+def certified_images(
+    certificate: Certificate, data: str | None = None, *, skip_bad: bool = False, check_size: CheckSize | None = None
+) -> ImageSet:
     """The images of a certificate; raise CheckFailed when `data` (default: the certificate's) holds others.
 
-    skip_bad: as for `open_images`; a certificate that was made with it holds for the images that can be read.
+    skip_bad, check_size: as for `open_images`; a certificate made with them holds for the images that can be read.
     """
-    images = open_images(data or certificate.data, "val", skip_bad=skip_bad)
+    images = open_images(data or certificate.data, "val", skip_bad=skip_bad, check_size=check_size)
     digest = images.digest()
     if digest != certificate.data_sha256:
         raise CheckFailed(

@@ -93,7 +93,7 @@ def write_report(
 
 def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:
     info = run.info
-    images = open_images(data or info.data, "val", skip_bad=skip_bad)
+    images = open_images(data or info.data, "val", skip_bad=skip_bad, check_size=info.preprocessing.check_size)
     if images.class_names != info.class_names:
         raise InputError(
             f"'{images.name}' has {len(images.class_names)} classes that are not the {len(info.class_names)} of "
