@@ -342,6 +342,34 @@ def test_a_body_that_goes_on_after_its_refusal_ends_with_the_limit(server: Serve
             send_for(connection, b"10000\r\n" + bytes(2**16) + b"\r\n", 20)
 
 
+@pytest.mark.parametrize(
+    "trailer",
+    [
+        b"Content-Encoding: gzip",
+        b"Inference-Header-Content-Length: 5",
+        b"Host: localhost",
+        b"Origin: http://elsewhere.example",
+        b"Content-Type: text/plain",
+    ],
+)
+def test_trailers_are_no_headers(server: ServerProcess, trailer: bytes) -> None:
+    """RFC 9110 §6.5.1: what checks or strips headers in front of the server has not seen them."""
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"%x\r\n%b\r\n0\r\n%b\r\n\r\n" % (len(INFER_BODY), INFER_BODY, trailer)
+    with closing(raw(server)) as connection:
+        connection.sendall(head % INFER.encode() + body)  # in one piece: read before the application starts
+        assert b"".join(iter(partial(connection.recv, 65536), b"")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_client_of_http_1_0_is_sent_no_interim_reply(server: ServerProcess) -> None:
+    head = b"POST %b HTTP/1.0\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    with closing(raw(server)) as connection:
+        connection.sendall(head % (INFER.encode(), len(INFER_BODY)))
+        time.sleep(0.1)
+        connection.sendall(INFER_BODY)
+        assert b"".join(iter(partial(connection.recv, 65536), b"")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
 @pytest.mark.parametrize("trailers", [b"a:b\r\n" * 10_000, b"a: " + b"x" * 50_000])
 def test_trailers_are_bounded_as_a_head_is(server: ServerProcess, trailers: bytes) -> None:
     with closing(raw(server)) as connection:

@@ -28,11 +28,20 @@ def test_multipart_parts_keep_their_order_and_bytes() -> None:
     assert parse_multipart(TYPE, form(first, second), 2) == (["1.png", ""], [b"\r\n--a\r\n\x00", b""])
 
 
+def test_text_before_the_first_delimiter_and_white_space_behind_one_are_allowed() -> None:
+    """RFC 2046 §5.1.1: they are to be ignored."""
+    given = form(b'Content-Disposition: form-data; name="x"; filename="1"\r\n\r\n1')
+    for preamble in (b"\r\n", b"a MIME preamble --a b\r\n"):
+        padded = preamble + given.replace(b"--a b\r\n", b"--a b \t\r\n")
+        assert parse_multipart(TYPE, padded, 2) == (["1"], [b"1"])
+
+
 @pytest.mark.parametrize(
     ("content_type", "body", "text"),
     [
         ("multipart/form-data", b"", "multipart/form-data has no valid boundary (1 to 70 ASCII characters)"),
-        (TYPE, b"", "multipart body does not begin with its boundary"),
+        (TYPE, b"", "multipart body ends before its closing boundary: is it truncated?"),
+        (TYPE, b"\n--a b--", "multipart body ends before its closing boundary: is it truncated?"),
         (TYPE, b"--a b--", "the form has no image"),
         (TYPE, b"--a bX", "multipart boundary is not followed by a line end"),
         (TYPE, form(b"A: b\r\n\r\n")[:-9], "multipart body ends before its closing boundary: is it truncated?"),

@@ -160,7 +160,7 @@ def test_the_description_can_try_a_call(page: Browser, server: ServerProcess, tm
     root = page.call("DOM.getDocument")["root"]["nodeId"]
     control = page.call("DOM.querySelector", nodeId=root, selector="input[type=file]")["nodeId"]
     page.call("DOM.setFileInputFiles", nodeId=control, files=[str(tmp_path / "red.png")])
-    tried = {"/v1/classify": {"model": "tiny", "top_k": "1"}, "/v2/models/{model}": {"model": "a/b"}}
+    tried = {"/v1/classify": {"model": "tiny", "top_k": "1"}, "/v2/models/{model}": {"model": "a/b"}, "/": {}}
     said = {}
     for path, values in tried.items():
         form = f"form({json.dumps(path)})"
@@ -173,6 +173,7 @@ def test_the_description_can_try_a_call(page: Browser, server: ServerProcess, tm
         page.wait(f"{form}.querySelector('pre').textContent")
         said[path] = page.run(f"{form}.querySelector('pre').textContent")
     assert said["/v1/classify"].startswith('200 OK\n{"model"')
+    assert "<title>vitx</title>" in said["/"]
     assert '"label":"red"' in said["/v1/classify"].replace(" ", "")
     assert said["/v2/models/{model}"].startswith("404 Not Found")
     assert page.run("document.querySelectorAll('details').length - document.querySelectorAll('form').length") == 13

@@ -22,7 +22,10 @@ LIMITS = ServeOptions(max_images=4).limits
 LABELS = ("cat", "dog")
 NO_MEMORY = SharedMemory(enabled=False)
 ROW = [1, 2, 3, 4, 5, 6]
-NOT_PIXELS = "the data of input 'images' is not 6 integers from 0 to 255, flat or nested as [1, 1, 2, 3]"
+NOT_PIXELS = (
+    "the data of input 'images' (the JSON's first \"data\", in UTF-8) is not 6 integers from 0 to 255, flat or nested "
+    "as [1, 1, 2, 3]"
+)
 
 
 def logits(*, binary: bool = False, top_k: int = 0) -> tuple[RequestedOutput, ...]:

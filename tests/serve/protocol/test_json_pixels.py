@@ -94,7 +94,7 @@ def test_no_more_text_than_the_shape_can_need_is_read() -> None:
     shape, flat = (2048,), b"[" + b",".join([b"1"] * 2048) + b"]"
     room = b" " * (16 * 2049 - len(flat))
     assert pixels_of(flat + room, shape, "images").tolist() == [1] * 2048
-    message = r"^the data of input 'images' is not 2048 integers from 0 to 255, flat or nested as \[2048\]$"
+    message = r"in UTF-8\) is not 2048 integers from 0 to 255, flat or nested as \[2048\]$"
     with pytest.raises(RequestError, match=message):
         pixels_of(flat + room + b" ", shape, "images")
 

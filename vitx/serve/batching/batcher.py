@@ -1,8 +1,8 @@
 """Dynamic batching: one batcher a model. It acts on arrivals, on completions and on one timer; it never polls.
 
 docs/serving.md (Batching) says when a batch is sent, and how deadlines are planned. `_concurrent_rows` is the peak of
-rows queued and running, which decays by a quarter with every batch: of it a partial batch must hold its share, so that
-a single client never waits, and eight clients that send the next request after a reply form one batch of eight.
+rows queued and running, which decays by a quarter with every batch: of it a partial batch must hold its share. So one
+client waits for a few batches after a request of many rows alone, and eight who send after a reply form one of eight.
 """
 
 import asyncio

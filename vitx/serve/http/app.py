@@ -70,7 +70,7 @@ class App:
                 if record.id:
                     message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
             else:
-                record.sent = (record.sent or 0) + len(message.get("body", b""))
+                record.sent = (record.sent or 0) + len(message.get("body", b"")) * (scope["method"] != "HEAD")
             await send(message)
 
         found, reply = self._find(scope["path"]), None

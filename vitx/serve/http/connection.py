@@ -237,7 +237,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.app = _refusing(_head_too_large(self.limits), self)
         length = header(scope, b"content-length")
         self._length = None if length is None else int(length)  # the parser has checked it
+        self.expect_100_continue &= self.parser.get_http_version() != "1.0"
         super().on_headers_complete()  # raises for a URL that is none, in the head still
+        self.headers = []  # for trailers, which are no headers: whatever checks those has not seen them
         self._in_head, self._begun, self._received, self._bare = False, False, 0, 0
         self.flow.resume_reading()  # uvicorn would not notice that a client hangs up with a request behind another
 

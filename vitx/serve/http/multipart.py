@@ -8,6 +8,7 @@ from vitx.serve.errors import RequestError, too_large
 
 _MAX_HEADER_BYTES = 8192  # of one part
 _PIECE_BYTES = 2**20  # looked through or copied at once: no other thread runs meanwhile, a tenth of a second for 64 MiB
+_LINE_END = re.compile(rb"[ \t]{0,99}\r\n")  # of a delimiter
 _PARAMETER = re.compile(r'\s*;\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;"]*)')
 
 
@@ -17,17 +18,14 @@ def parse_multipart(content_type: str, body: bytes, max_parts: int) -> tuple[lis
     if not 1 <= len(boundary) <= 70 or not boundary.isascii():
         raise RequestError("multipart/form-data has no valid boundary (1 to 70 ASCII characters)")
     delimiter = b"--" + boundary.encode()
-    if not body.startswith(delimiter):
-        raise RequestError("multipart body does not begin with its boundary")
-    parts, position = list[tuple[str, bytes]](), len(delimiter)
-    while not body.startswith(b"--", position):
-        if not body.startswith(b"\r\n", position):
+    parts, end = list[tuple[str, bytes]](), -2 if body.startswith(delimiter) else _find(body, b"\r\n" + delimiter, 0)
+    while not body.startswith(b"--", position := end + 2 + len(delimiter)):
+        if (line_end := _LINE_END.match(body, position)) is None:
             raise RequestError("multipart boundary is not followed by a line end")
         if len(parts) == max_parts:
             raise too_large(f"more than {max_parts} parts in one request")
         end = _find(body, b"\r\n" + delimiter, position)
-        parts.append(_parse_part(body, position + 2, end))
-        position = end + 2 + len(delimiter)
+        parts.append(_parse_part(body, line_end.end(), end))
     if not parts:
         raise RequestError("the form has no image")
     return [name for name, _ in parts], [data for _, data in parts]

@@ -48,7 +48,7 @@ MANAGE: Json = {"optional": True, "errors": _MANAGES, "body": {_JSON: _object(cl
 INDEX: Json = {**MANAGE, "body": {_JSON: _object(closed=True, ready={"type": "boolean"})}, "reply": OBJECTS}
 
 _SCHEMAS = {
-    "Error": _object("error", closed=True, error=_TEXT),
+    "Error": _object(closed=True, error=_TEXT, ready={"type": "boolean"}),  # `ready`: false, of what is not ready
     "Parameters": {"type": "object", "additionalProperties": {"type": ["string", "integer", "boolean"]}},
     "Prediction": _object(
         "label score index", label=_TEXT, score={"type": "number", "minimum": 0, "maximum": 1.000001}, index=_COUNT

@@ -77,7 +77,7 @@ def _page_routes(core: ServerCore, add: Add) -> None:
 
     add("web_page", "The page: drop images, watch the server", _page("page.html"), "/", reply=api.HTML)
     add("web_page", "This description, to read and to try", _page("docs.html"), "/docs", reply=api.HTML)
-    add("prometheus", "Prometheus metrics", prometheus, "/metrics", reply=api.TEXT)
+    add("prometheus", "Prometheus metrics", prometheus, "/metrics", errors=(404,), reply=api.TEXT)
     add("stats", "Counters and recent percentiles", stats, "/v1/stats", reply=api.OBJECT)
 
 

@@ -51,8 +51,8 @@ def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UIn
     Raises RequestError 400 for anything else; `name` is the input's.
     """
     count = math.prod(shape)
-    text = f"the data of input '{name}' is not {count} integers from 0 to 255, flat or nested as {list(shape)}"
-    wrong = RequestError(text)
+    text = f"the data of input '{name}' (the JSON's first \"data\", in UTF-8) is not {count} integers from 0 to 255"
+    wrong = RequestError(f"{text}, flat or nested as {list(shape)}")
     if len(given) > max(SMALL_BYTES, _BYTES_OF_A_NUMBER * (count + 1)):
         raise wrong
     values, brackets = bytearray(), bytearray()
