@@ -240,8 +240,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
     @contextmanager
-    def serving(path: Path, *, device: str, runtime: str) -> Iterator[str]:
-        asked.append((path, device, runtime))
+    def serving(path: Path, *, device: str, runtime: str, allow_uncertified: bool) -> Iterator[str]:
+        asked.append((path, device, runtime, allow_uncertified))
         yield "http://here"
         asked.append("stopped")
 
@@ -261,7 +261,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_what_the_server_answers_can_fail_alone(models: Models, served: list[Any], tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     result = checked(served=True, device="cpu", report=report)
-    assert served[0] == (models.bundle.path, "cpu", "onnxruntime"), "the runtime that was compared"
+    assert served[0] == (models.bundle.path, "cpu", "onnxruntime", True), "what was compared, certified or not"
     options = {"max_logit_error": result.certificate.max_logit_error_allowed, "quiet": True}
     assert served[1:] == [("http://here", models.sessions[0], 320, PIXEL, options), "stopped"]
     assert result.certificate.verdict == "pass"

@@ -140,14 +140,14 @@ def test_a_server_is_told_what_to_serve_and_ended_by_sigterm(tmp_path: Path, mon
     wait = "trap 'echo term > {}/ended; exit 0' TERM\necho 'vitx serves tiny on http://127.0.0.1:9 '\n"
     lines = wait.format(tmp_path) + "while :; do sleep 0.01; done"
     ended = fake_python(tmp_path, lines, monkeypatch)
-    with serving(Path("a.vitx"), device="cpu") as url:
+    with serving(Path("a.vitx"), device="cpu", allow_uncertified=True) as url:
         assert url == "http://127.0.0.1:9"
         assert not ended.exists()
     assert ended.read_text() == "term\n"
     told = "1 -m vitx serve a.vitx --port 0 --device cpu"
     assert (tmp_path / "arguments").read_text() == f"{told} --allow-uncertified\n"
     ended.unlink()
-    with pytest.raises(KeyError), serving(Path("a.vitx"), device="cpu", allow_uncertified=False):
+    with pytest.raises(KeyError), serving(Path("a.vitx"), device="cpu"):
         raise KeyError
     assert ended.read_text() == "term\n"
     assert (tmp_path / "arguments").read_text() == f"{told}\n"

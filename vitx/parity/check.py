@@ -180,7 +180,8 @@ def _compare_served(
         raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
     # What was compared: by default a server takes the fastest runtime of the certificate, whose limits are others.
     runtime = options.runtime or "onnxruntime"
-    with serving(candidate.bundle.path, device=options.device, runtime=runtime) as url:
+    # The bundle is what is being judged: it may have no certificate yet.
+    with serving(candidate.bundle.path, device=options.device, runtime=runtime, allow_uncertified=True) as url:
         return compare_served(
             url,
             reference.session,

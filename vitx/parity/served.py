@@ -125,12 +125,12 @@ def _classify(url: str, images: ImageSet, rows: Sequence[int]) -> list[Float64Ar
 
 @contextmanager
 def serving(
-    bundle: Path, *, device: str = "auto", runtime: str = "auto", allow_uncertified: bool = True
+    bundle: Path, *, device: str = "auto", runtime: str = "auto", allow_uncertified: bool = False
 ) -> Iterator[str]:
     """Run `vitx serve` in a process of its own on a free port; yield its URL; end it with SIGTERM.
 
-    An uncertified bundle is served too: it is what is being judged. Raises EnvironmentMissing, with the last line that
-    the server wrote to stderr, when it does not start.
+    allow_uncertified: serve a bundle without a passing certificate too. Raises EnvironmentMissing, with the last line
+    that the server wrote to stderr, when it does not start.
     """
     arguments = [sys.executable, "-m", "vitx", "serve", str(bundle), "--port", "0", "--device", device]
     arguments += ["--runtime", runtime] if runtime != "auto" else []
