@@ -19,6 +19,15 @@ def test_reference_numbers() -> None:
     assert feature_variance(channels_last).item() == pytest.approx(0.515196, abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_maps_are_measured_in_float32(dtype: torch.dtype) -> None:
+    # The squares of float16 are infinite from 256 on, and so is a sum of 56 × 56 values of about 20.
+    maps = (torch.sin(0.013 * torch.arange(56 * 56.0).square()) * 8 + 20).reshape(1, 1, 56, 56).to(dtype)
+    for measure in (feature_variance, fourier_log_amplitude):
+        torch.testing.assert_close(measure(maps), measure(maps.float()), rtol=0, atol=0)
+    assert feature_variance(maps).isfinite()
+
+
 @pytest.mark.parametrize("side", [2, 5, 8, 14])
 def test_diagonal_equals_that_of_the_whole_transform(side: int) -> None:
     generator = torch.Generator().manual_seed(side)
