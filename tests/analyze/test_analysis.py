@@ -300,6 +300,20 @@ def test_unknown_metrics_are_refused() -> None:
         chosen_metrics(["furier"])
     assert chosen_metrics(["cka", "over-smoothing"]) == ("over-smoothing", "cka")
     assert chosen_metrics(["all"]) == tuple(METRICS)
+    assert chosen_metrics("all") == tuple(METRICS)
+    assert chosen_metrics("cka") == ("cka",)
+
+
+def test_analyze_takes_the_names_that_chosen_metrics_takes(
+    images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cache in (None, tmp_path):
+        with pytest.raises(InputError, match="unknown metric 'furier': did you mean fourier"):
+            analyze(resnet(), images, ["furier"], AnalysisOptions(), cache=cache, quiet=True)
+    assert list(analyze(resnet(), images, "variance", AnalysisOptions(), quiet=True).results) == ["variance"]
+    quick = {name: METRICS[name] for name in ("fourier", "variance")}  # all of them take long
+    monkeypatch.setattr("vitx.analyze.analysis.METRICS", quick)
+    assert list(analyze(resnet(), images, ["all"], AnalysisOptions(), quiet=True).results) == ["fourier", "variance"]
 
 
 def test_a_wrong_name_is_refused_before_torch_is_imported() -> None:

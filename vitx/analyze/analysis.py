@@ -85,14 +85,15 @@ class Analysis:
 
 
 def chosen_metrics(only: Sequence[str] | None) -> tuple[str, ...]:
-    """The metrics to measure, in the report's order: those named, all for "all", or the default ones for None.
+    """The metrics to measure, in the report's order: the one or those named, all for "all", or the default for None.
 
     Raises InputError for an unknown name.
     """
     if only is None:
         return tuple(name for name, metric in METRICS.items() if metric.default)
-    check_metrics(only)
-    return tuple(name for name in METRICS if name in only or "all" in only)
+    names = (only,) if isinstance(only, str) else only
+    check_metrics(names)
+    return tuple(name for name in METRICS if name in names or "all" in names)
 
 
 def analyze(
@@ -105,12 +106,15 @@ def analyze(
     report: Callable[[Analysis], None] = lambda _analysis: None,
     quiet: bool = False,
 ) -> Analysis:
-    """Measure `names` (of METRICS) in evaluation mode; modes, hooks and gradients are as before afterwards.
+    """Measure `names`, as `chosen_metrics` takes them, in evaluation mode; modes, hooks and gradients are as before.
 
     cache: a folder. Results of the same weights, images and options are read from it, also those of metrics that are
     not in `names`; new ones are written to it one by one. report: called with what is known so far, whenever that has
     grown. A metric that does not apply is listed with its reason and is no error.
+
+    Raises InputError for an unknown name.
     """
+    names = chosen_metrics(names)
     analysis = Analysis(source, images, options)
     results = _ResultCache(cache, source, images, options)
     for name in METRICS if cache else names:
