@@ -43,6 +43,9 @@ def test_a_target_is_a_network_or_a_run(target: str, is_model: bool, network: st
     assert (request.is_model, request.network) == (is_model, network)
     assert (request.which, request.weights, request.data) == ("best", "pretrained", None)
     assert {request: "as a key"}[SourceRequest(target)] == "as a key"
+    by_path = SourceRequest(Path(target))
+    assert (by_path.is_model, by_path.network) == (is_model, network)
+    assert SourceRequest(Path("model:deit_digits?depth=2")).arguments == {"depth": 2}
 
 
 @pytest.mark.parametrize(

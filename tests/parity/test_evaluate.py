@@ -13,6 +13,7 @@ from PIL import Image
 from bundle_fixture import NumpySession
 from cli_fixture import Vitx
 from table_session import PIXEL, TableSession, numbered_images
+from vitx.analyze.images import open_analysis_images
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
@@ -96,6 +97,17 @@ def test_run_and_bundle_agree(tiny_bundle: Bundle, tiny_run: RunFolder, vitx: Vi
     assert results[0].top1 == results[1].top1 > 0.9
     assert results[0].nll == pytest.approx(results[1].nll, abs=1e-6)
     assert results[0].ece == pytest.approx(results[1].ece, abs=1e-6)
+
+
+def test_a_model_and_images_may_be_named_by_texts_or_paths(tiny_bundle: Bundle, colours_folder: Path) -> None:
+    (of_text, of_path) = (
+        evaluate_path(kind(tiny_bundle.path), data=kind(colours_folder), device="cpu", threads=1, quiet=True)
+        for kind in (str, Path)
+    )
+    assert of_text == of_path
+    digits = open_images("digits", "val").keys
+    assert open_images(Path("digits"), "val").keys == digits
+    assert open_analysis_images(Path("digits")).keys == digits
 
 
 def test_table_of_the_command(tiny_bundle: Bundle, vitx: Vitx) -> None:

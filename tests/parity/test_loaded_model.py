@@ -235,7 +235,7 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exporting = Exporting(monkeypatch, bundle)
-    assert export_certified("runs/x", quiet=True) is bundle
+    assert export_certified(Path("runs/x"), quiet=True) is bundle
     request = SourceRequest("runs/x", which="best", weights="pretrained", data=None)
     options = ExportOptions()
     limits = {

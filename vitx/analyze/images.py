@@ -11,13 +11,14 @@ from vitx.data.open import has_splits, open_images
 
 
 def open_analysis_images(
-    data: str, limit: int | None = None, *, skip_bad: bool = False, check_size: CheckSize | None = None
+    data: str | Path, limit: int | None = None, *, skip_bad: bool = False, check_size: CheckSize | None = None
 ) -> ImageSet:
     """The evaluation split of `data`, as every verb reads it, or all images below a folder without splits.
 
     The latter has no labels: `class_names` is empty and every label -1. At most `limit` images, evenly spaced. Raises
     InputError when there are none.
     """
+    data = str(data)
     # The name of a set is no folder, even where one has that name: a run's, such as runs/digits seen from runs.
     if data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data)):
         images = _without_labels(Path(data))

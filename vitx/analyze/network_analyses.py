@@ -21,7 +21,7 @@ from vitx.models.source import Source, SourceRequest
 
 
 def analyze_networks(
-    targets: Sequence[str], metrics: tuple[str, ...], request: AnalysisRequest, *, quiet: bool = False
+    targets: Sequence[str | Path], metrics: tuple[str, ...], request: AnalysisRequest, *, quiet: bool = False
 ) -> tuple[list[Analysis], SimilarityMatrix | None]:
     """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
 

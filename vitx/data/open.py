@@ -11,7 +11,9 @@ from vitx.data.folder import CheckSize, class_names_in, folders_in, list_images,
 from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 
 
-def open_images(data: str, split: Split, *, skip_bad: bool = False, check_size: CheckSize | None = None) -> ImageSet:
+def open_images(
+    data: str | Path, split: Split, *, skip_bad: bool = False, check_size: CheckSize | None = None
+) -> ImageSet:
     """Open one split of a named set ("digits", "imagenet", …) or of what lies at the path `data`.
 
     In a path are recognised, in this order: train/ and val/, each with one folder of images a class; CIFAR's own files;
@@ -26,6 +28,7 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False, check_size: 
 
     if split not in SPLIT_NAMES:
         raise unknown_name("split", split, SPLIT_NAMES)
+    data = str(data)
     if data == "digits":
         return open_digits(split)
     if "{split}" in data:
@@ -47,7 +50,9 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False, check_size: 
     return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad, check_size=check_size)
 
 
-def open_splits(data: str, *, skip_bad: bool = False, check_size: CheckSize | None = None) -> tuple[ImageSet, ImageSet]:
+def open_splits(
+    data: str | Path, *, skip_bad: bool = False, check_size: CheckSize | None = None
+) -> tuple[ImageSet, ImageSet]:
     """The images to train on and those to evaluate on; raise InputError as `open_images`, and for different classes.
 
     Hugging Face sets and shards name their classes a split each, so a label may mean another class in the other.

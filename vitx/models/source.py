@@ -72,7 +72,7 @@ class SourceRequest:
     data: the image set whose classes a `model:` gets; without one they are numbered.
     """
 
-    target: str
+    target: str | Path
     which: Checkpoint = "best"
     weights: str = "pretrained"
     data: str | None = None
@@ -89,17 +89,17 @@ class SourceRequest:
     @property
     def is_model(self) -> bool:
         """A network of its own, not a run."""
-        return self.target.startswith(PREFIX)
+        return str(self.target).startswith(PREFIX)
 
     @property
     def network(self) -> str:
         """timm's name of a `model:`."""
-        return self.target.partition("?")[0].removeprefix(PREFIX).removeprefix("timm/")
+        return str(self.target).partition("?")[0].removeprefix(PREFIX).removeprefix("timm/")
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Of a `model:`, what its constructor is given, as JSON has it; raise InputError for what it cannot be."""
-        _, _, text = self.target.partition("?")
+        _, _, text = str(self.target).partition("?")
         return _parsed_arguments(self.network, [f"{key}={value}" for key, value in parse_qsl(text, True)])
 
     def load(self) -> Source:
@@ -223,7 +223,7 @@ def _source_from_model(request: SourceRequest) -> Source:
         height, width = size if isinstance(size, list) else (size, size)
         config = replace(config, input_size=(3, height, width))
     return Source(
-        name=request.target,
+        name=str(request.target),
         model=model.eval(),
         spec=spec,
         class_names=class_names,

@@ -50,9 +50,9 @@ def evaluate(
 
 
 def evaluate_path(
-    path: Path,
+    path: Path | str,
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     which: str = "best",
     device: str = "auto",
     threads: int | None = None,

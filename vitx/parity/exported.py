@@ -35,7 +35,7 @@ from vitx.runtimes.torch import TorchSession
 
 
 def export_certified(
-    target: str,
+    target: str | Path,
     out: Path | str | None = None,
     options: ExportOptions | None = None,
     *,
@@ -94,12 +94,12 @@ def _require_apart(written: Mapping[str, Path]) -> None:
             raise InputError(f"{one} '{here}' and {other} '{there}' would be in one another: choose folders apart")
 
 
-def source_request(target: str, options: ExportOptions, weights: str) -> SourceRequest:
+def source_request(target: str | Path, options: ExportOptions, weights: str) -> SourceRequest:
     """What `vitx export` loads: `data` names the classes of a `model:`, and is the images of a run.
 
     Raises InputError for weights of a run and a checkpoint of a `model:`, which would not be the ones exported.
     """
-    request = SourceRequest(target, which=options.checkpoint, weights=weights, data=options.data)
+    request = SourceRequest(str(target), which=options.checkpoint, weights=weights, data=options.data)
     if request.is_model and options.checkpoint != "best":
         raise InputError(f"--checkpoint {options.checkpoint} is of a run, and '{target}' is none: give --weights FILE")
     if not request.is_model and weights != "pretrained":

@@ -51,7 +51,7 @@ class LoadedModel:
 
 
 def open_model(
-    path: Path,
+    path: Path | str,
     *,
     runtime: str | None = None,
     which: str = "best",
@@ -64,6 +64,7 @@ def open_model(
     use_twin: as for `model_from_bundle`. Raises InputError when `path` is neither, and for a run in a runtime that
     runs no checkpoints.
     """
+    path = Path(path)
     if (path / MANIFEST).is_file():
         return model_from_bundle(Bundle.open(path), runtime=runtime, device=device, threads=threads, use_twin=use_twin)
     if path.is_dir() and not RunFolder(path).exists():
