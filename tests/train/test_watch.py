@@ -75,3 +75,7 @@ def test_a_run_that_has_not_begun_and_one_that_ended(run: RunFolder, tmp_path: P
         next(states(RunFolder(tmp_path / "nothing"), lambda: None))
     code, _, said = vitx("watch", tmp_path / "nothing")
     assert (code, said.startswith("error: no run at")) == (2, True)
+    for interval in ("inf", "1e10", "nan"):  # more than time.sleep takes
+        code, _, said = vitx("watch", run.path, "--interval", interval)
+        assert code == 2
+        assert "less than or equal to 86400" in said

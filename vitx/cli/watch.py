@@ -9,7 +9,7 @@ from vitx.cli.options import RunArgument
 
 def command(
     run: RunArgument,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two readings.")] = 1.0,
 ) -> None:
     """Show loss, top-1, images a second and the time that is left of a run, until it ends."""
     import time
