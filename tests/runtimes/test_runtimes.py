@@ -124,10 +124,17 @@ def test_images_of_another_shape_or_dtype_are_refused(certified_original: Bundle
                 session.infer(images)
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1025, 1.5])
+@pytest.mark.parametrize("threads", [0, -1, 1025, 1.5, 1.0, np.float64(2), True, "2"])
 def test_a_number_of_threads_that_cannot_be_is_refused(certified_original: Bundle, threads: Any) -> None:
     with pytest.raises(InputError, match=f"threads={threads}: expected a whole number from 1 to 1024, or None"):
         load_session(certified_original, device="cpu", threads=threads)
+
+
+def test_numpys_whole_numbers_are_numbers_of_threads(bundle_with_ir: Bundle) -> None:
+    threads: Any = np.int64(1)
+    for runtime in ("onnxruntime-cpu", "openvino"):
+        with load_session(bundle_with_ir, runtime, threads=threads) as session:
+            assert session.infer(np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)).shape[0] == 1
 
 
 def test_unknown_runtime_and_device_are_refused(certified_original: Bundle) -> None:

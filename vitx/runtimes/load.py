@@ -1,6 +1,7 @@
 """Load a bundle into a runtime, by the runtime's name."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import cast
 
@@ -32,8 +33,11 @@ def load_session(
     version or graph.
     """
     chosen = device_name(device)
-    if threads is not None and threads not in range(1, MAX_THREADS + 1):
-        raise InputError(f"threads={threads}: expected a whole number from 1 to {MAX_THREADS}, or None")
+    if threads is not None:
+        # 1.0 and True are equal to 1, and the runtimes' bindings take no float.
+        if isinstance(threads, bool) or not isinstance(threads, Integral) or not 1 <= threads <= MAX_THREADS:
+            raise InputError(f"threads={threads}: expected a whole number from 1 to {MAX_THREADS}, or None")
+        threads = int(threads)
     known = RUNTIMES.get(runtime)
     if known is not None and known.source == "run":
         raise InputError(
