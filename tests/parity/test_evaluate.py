@@ -69,7 +69,8 @@ def test_what_was_asked_for_is_opened_and_closed(monkeypatch: pytest.MonkeyPatch
 
     def open_model(path: Path, **options: Any) -> LoadedModel:
         asked.append((path, options))
-        return LoadedModel("model", session, PIXEL, ("a", "b"), data="its own", sha256="")
+        run = RunFolder(tmp_path)
+        return LoadedModel("model", session, PIXEL, ("a", "b"), data="its own", sha256="", run=run)
 
     def open_images(data: str, split: str, *, skip_bad: bool, check_size: object) -> Any:
         assert check_size == PIXEL.check_size
@@ -108,6 +109,16 @@ def test_a_model_and_images_may_be_named_by_texts_or_paths(tiny_bundle: Bundle, 
     digits = open_images("digits", "val").keys
     assert open_images(Path("digits"), "val").keys == digits
     assert open_analysis_images(Path("digits")).keys == digits
+
+
+def test_a_bundle_has_no_checkpoint_to_choose(tiny_bundle: Bundle, vitx: Vitx) -> None:
+    bundle = tiny_bundle.path
+    for arguments in (("eval", bundle), ("parity", bundle, bundle)):
+        code, _, err = vitx(*arguments, "--checkpoint", "last", "--device", "cpu")
+        said = f"error: --checkpoint last is of a run, and '{bundle} in onnxruntime' is none: leave it out\n"
+        assert (code, err) == (2, said)
+    code, _, err = vitx("parity", "--verify", bundle, "--checkpoint", "last")
+    assert (code, err) == (2, "error: --checkpoint has no effect with --verify and no run: leave it out\n")
 
 
 def test_table_of_the_command(tiny_bundle: Bundle, vitx: Vitx) -> None:

@@ -45,7 +45,8 @@ def command(
     from vitx.parity.replay import verify_certificate
 
     if options.verify:
-        require_effect(options, {"verify", "data", "checkpoint", "device", "skip_bad"}, "with --verify: leave it out")
+        applied = {"verify", "data", "device", "skip_bad", *(("checkpoint",) if candidate else ())}
+        require_effect(options, applied, "with --verify" + ("" if candidate else " and no run") + ": leave it out")
         replay = verify_certificate(reference, candidate, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()

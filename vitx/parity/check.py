@@ -13,7 +13,7 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import bundle_batch_sizes, certify_models, record_verdicts, warn_of_other_weights
 from vitx.parity.html_report import render
-from vitx.parity.loaded_model import LoadedModel, open_model
+from vitx.parity.loaded_model import LoadedModel, open_model, require_run
 from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison, compare_served, serving
 from vitx.parity.statistics import images_needed
@@ -65,6 +65,7 @@ def check_parity(
         open_one(reference_path, runtime=options.reference_runtime) as reference,
         open_one(candidate_path, runtime=options.runtime) as candidate,
     ):
+        require_run(options.checkpoint, reference, candidate)
         data, check_size = options.data or reference.data or candidate.data, reference.preprocessing.check_size
         split = open_images(data, "val", skip_bad=options.skip_bad, check_size=check_size)
         images = sample_images(split, options.images, options.max_flip_rate)

@@ -11,7 +11,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.loaded_model import open_model
+from vitx.parity.loaded_model import open_model, require_run
 from vitx.parity.verdict import check_labels
 from vitx.runtimes.session import Session
 
@@ -63,9 +63,10 @@ def evaluate_path(
     """Evaluate a run (its checkpoint `which`) or a bundle on `data`'s evaluation split.
 
     `runtime` defaults to torch for a run and ONNX Runtime for a bundle, `data` to what the model was trained on. Raises
-    InputError when `path` is neither, or when the data's classes are not the model's.
+    InputError when `path` is neither, for a checkpoint of a bundle, or when the data's classes are not the model's.
     """
     with open_model(path, runtime=runtime, which=which, device=device, threads=threads) as model:
+        require_run(which, model)
         images = open_images(data or model.data, "val", skip_bad=skip_bad, check_size=model.preprocessing.check_size)
         check_labels(images, model.labels)
         return evaluate(model.session, images, model.preprocessing, quiet=quiet)

@@ -74,6 +74,12 @@ def open_model(
     return _model_from_run(RunFolder.open(path), which, device, threads, compiled=runtime == "torch-compile")
 
 
+def require_run(which: str, *models: LoadedModel) -> None:
+    """Raise InputError for another checkpoint than "best" where no model is a run: nothing would be chosen by it."""
+    if which != "best" and all(model.run is None for model in models):
+        raise InputError(f"--checkpoint {which} is of a run, and '{models[0].name}' is none: leave it out")
+
+
 def model_from_bundle(
     bundle: Bundle,
     *,
