@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", "losses.cosine=0.1"])
     train(recipe, folder, device="cpu", quiet=True)
     return folder
+
+
+@pytest.mark.parametrize("program", ["/usr/bin/vitx", "/site-packages/vitx/__main__.py"])
+def test_the_command_is_written_as_it_can_be_typed(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "train", "digits-deepvit", "--out", "my run"])
+    images = open_images("digits", "val")
+    environment = RunEnvironment.now(torch.device("cpu"), images, images)
+    assert environment.command == "vitx train digits-deepvit --out 'my run'"
 
 
 def test_the_run_folder_holds_what_its_specification_says(finished: Path) -> None:

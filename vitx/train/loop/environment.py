@@ -64,7 +64,7 @@ class RunEnvironment(Record):
             threads=torch.get_num_threads(),
             processes=processes,
             data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=_command(),
             commit=_commit(),
         )
 
@@ -86,6 +86,13 @@ class RunEnvironment(Record):
                     f"the {split} images changed since the run began ({record.images} then, {found.images} now): "
                     "restore them, or train into another --out"
                 )
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    # `python -m vitx` has the path vitx/__main__.py as its name.
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 @cache
