@@ -5,7 +5,9 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx.external_data_helper import set_external_data
 
 from bundle_fixture import IMAGE_SIZE, LABELS, add_files, certificate, write_bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, Bundle, FileEntry, Manifest, timestamp
@@ -39,6 +41,21 @@ def test_every_file_of_the_manifest_is_verified(bundle: Bundle) -> None:
         Bundle.open(bundle.path)
     (bundle.path / "engines" / "a.plan").unlink()
     with pytest.raises(InputError, match=r"a\.plan is missing: the folder is incomplete, make or copy it again"):
+        Bundle.open(bundle.path)
+
+
+def test_a_graph_with_weights_in_another_file_is_refused(bundle: Bundle) -> None:
+    """A runtime would read that file whatever it is: here one that no manifest lists and no signature covers."""
+    graph = onnx.load(bundle.model_path)
+    weights = next(each for each in graph.graph.initializer if each.data_type == onnx.TensorProto.FLOAT)
+    set_external_data(weights, ".latency.json.w")
+    (bundle.path / ".latency.json.w").write_bytes(weights.raw_data)
+    weights.ClearField("raw_data")
+    onnx.save(graph, bundle.model_path)
+    entry = FileEntry(sha256=sha256_file(bundle.model_path), size=bundle.model_path.stat().st_size)
+    files = {**bundle.manifest.files, "model.onnx": entry}
+    write_json(bundle.path / "manifest.json", bundle.manifest.model_copy(update={"files": files}))
+    with pytest.raises(InputError, match=r"model\.onnx has external data: expected a graph with its weights in it"):
         Bundle.open(bundle.path)
 
 

@@ -98,6 +98,8 @@ def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
         ("zip://a::https://name:word@host/a.zip?token=secret", "zip://a::https://host/a.zip?…"),
         ("s3://bucket/what?", "s3://bucket/what?"),
         ("az://store/x?sig=secret' is no store", "az://store/x?…' is no store"),
+        ("'http://name:it's@host/x': 404", "'http://host/x': 404"),
+        ("cannot read 'http://host/x?sig=it's': 404", "cannot read 'http://host/x?…': 404"),
     ],
 )
 def test_a_text_has_no_secret_of_the_url(url: str, told: str) -> None:

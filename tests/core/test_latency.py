@@ -29,6 +29,12 @@ def test_what_was_not_measured_is_null() -> None:
     assert (LatencyFile().machines, LatencyFile().format_version, LatencyFile().sha256) == ({}, 1, "")
 
 
+@pytest.mark.parametrize("wrong", [{"instances": 0}, {"threads": -3}, {"instances": 4000}])
+def test_a_setting_is_one_that_a_server_takes(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"should be (greater|less) than or equal to"):
+        Setting(**SETTING.model_dump() | wrong)
+
+
 def test_a_machine_is_added_or_its_entry_replaced_and_the_file_sealed() -> None:
     machine = {"processor": "P", "cores": 4, "system": "S", "python": "3"}
     tuning = Tuning(best=SETTING, tried=(SETTING,), runtime={}, created="now")

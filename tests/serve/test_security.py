@@ -8,7 +8,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -185,6 +185,53 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
             with triton.InferenceServerClient(address, ssl=True, root_certificates=trusted) as client:
                 assert client.is_server_ready(client_timeout=HANG)
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 2)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_that_is_allowed_no_more_resumes_no_session(
+    folder: Path, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    client, other = (make_certificate(tmp_path, name) for name in ("client", "other"))
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes(client[0].read_bytes())
+    context = ssl.create_default_context(cafile=str(certificate))
+    context.load_cert_chain(*client)
+    context.minimum_version = context.maximum_version = version
+
+    def ask(session: ssl.SSLSession | None = None) -> tuple[bool, ssl.SSLSession | None]:
+        """Whether a session was resumed, and the one to resume next."""
+        with (
+            socket.create_connection((server.host, server.port), HANG) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as wrapped,
+        ):
+            wrapped.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            if not wrapped.recv(65536).startswith(b"HTTP/1.1 200"):
+                raise ConnectionError("it was ended without an answer")
+            return bool(wrapped.session_reused), wrapped.session
+
+    arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--tls-client-ca", authorities)
+    with tls_server(
+        *arguments, "--tls-cert", certificate, "--tls-key", key, certificate=certificate, client=client
+    ) as server:
+        _, first = ask()
+        resumed, second = ask(first)
+        assert resumed
+        authorities.write_bytes(other[0].read_bytes())
+        server.process.send_signal(signal.SIGHUP)
+        kind = type("Other", (TlsServer,), {"certificate": certificate, "client": other})
+        now = kind(server.process, server.line)
+
+        def answers() -> bool:
+            with suppress(OSError, http.client.HTTPException):
+                return now.request("GET", "/v2/health/live")[0] == 200
+            return False
+
+        wait_until(answers)
+        for session in (first, second):
+            with pytest.raises(OSError, match=r"."):
+                ask(session)
+        assert answers()
 
 
 def test_clients_need_a_certificate_of_the_given_authorities(folder: Path, tmp_path: Path) -> None:

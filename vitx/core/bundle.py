@@ -6,6 +6,7 @@ what is read there is the manifest's, or is refused.
 
 import hashlib
 import importlib.util
+import mmap
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,8 @@ MODEL = "model.onnx"
 INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
 _SCHEME = re.compile("(^|::)([a-z][a-z0-9+.-]+):/+(?=.)", re.DOTALL | re.IGNORECASE)  # a drive has one letter
+# The text "location" with its length in front, as a tensor in a graph names the file that has its values.
+_EXTERNAL = re.compile(rb"(?:\x08|\x88\x80*\x00)location")
 _BLOCK = 2**20
 _SMALL_BYTES = 64 * _BLOCK  # of a manifest, a certificate or a signature at most
 _SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
@@ -183,6 +186,8 @@ class Bundle:
         for name, entry in manifest.files.items():
             if (found := (folder / name).stat().st_size) != entry.size:
                 raise InputError(f"{folder / name} has {found} bytes: {MANIFEST} says {entry.size}, export it again")
+            if name.endswith(".onnx") and entry.size:
+                _require_no_external_data(folder / name)
         return cls(folder, manifest)
 
     @property
@@ -280,6 +285,13 @@ class Bundle:
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
         return read_certificate(self.path / CERTIFICATE)  # which also checks its own sha256
+
+
+def _require_no_external_data(graph: Path) -> None:
+    """Raise InputError for a graph with weights in another file: which one a runtime reads, no digest may cover."""
+    with graph.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if _EXTERNAL.search(content):
+            raise InputError(f"{graph} has external data: expected a graph with its weights in it, export it again")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -47,8 +47,8 @@ class Roof(Record):
 class Setting(Record):
     """A setting that tuning tried, and its throughput: `instances` sessions at once, of `threads` threads each."""
 
-    instances: int
-    threads: int
+    instances: int = Field(ge=1, le=1024)
+    threads: int = Field(ge=1, le=1024)
     batch_size: int
     images_per_second: float
     median_ms: float

@@ -33,7 +33,8 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
 
 def without_password(text: str) -> str:
     """A URL, or a text with some, without the names and passwords in them, and queries, which may be tokens."""
-    return re.sub(r"\?[\w-]+=[^\s']*", "?…", re.sub(r"//[^/\s']*@", "//", text))
+    # Both may hold an apostrophe. What follows a quoted URL stays: the quote, and punctuation up to a space or the end.
+    return re.sub(r"\?[\w-]+=\S*?(?='?[:;,.)]*(?:\s|$))", "?…", re.sub(r"//[^/\s]*@", "//", text))
 
 
 def is_http(url: str) -> bool:

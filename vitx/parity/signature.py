@@ -27,10 +27,11 @@ def sign_bundle(bundle: Bundle, private_key: Path) -> None:
     """
     import tempfile
 
-    signing = _signer(private_key).set_hashing_config(_hashing(bundle.path))
+    path = bundle.path.resolve()  # as in `require_signature`
+    signing = _signer(private_key).set_hashing_config(_hashing(path))
     with tempfile.TemporaryDirectory() as folder:
-        signing.sign(bundle.path, Path(folder) / SIGNATURE)
-        write_bytes(bundle.path / SIGNATURE, (Path(folder) / SIGNATURE).read_bytes())
+        signing.sign(path, Path(folder) / SIGNATURE)
+        write_bytes(path / SIGNATURE, (Path(folder) / SIGNATURE).read_bytes())
 
 
 def check_private_key(private_key: Path) -> None:
@@ -51,6 +52,7 @@ def require_signature(path: Path, public_key: Path) -> None:
 
     Raises InputError for a file that is no public key, EnvironmentMissing without the package model-signing.
     """
+    path = path.resolve()  # of a relative one the package would look for what is left out below the bundle itself
     verifying = _package().verifying.Config().set_hashing_config(_hashing(path))
     try:
         verifying.use_elliptic_key_verifier(public_key=public_key)

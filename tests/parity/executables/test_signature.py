@@ -163,6 +163,19 @@ def test_an_error_of_several_lines_is_told_by_its_first() -> None:
     assert _reason(KeyError()) == "KeyError"
 
 
+def test_a_relative_path_leaves_out_what_an_absolute_one_does(
+    signed: Bundle, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (signed.path / ".latency.json.k3jx").write_text("half")  # of a killed `vitx bench`
+    monkeypatch.chdir(signed.path.parent)
+    here = Path(signed.path.name)
+    for path in (signed.path, here):
+        require_signature(path, keys.public)
+    sign_bundle(Bundle.open(here), keys.private)
+    for path in (signed.path, here):
+        require_signature(path, keys.public)
+
+
 def test_serve_and_predict_ask_for_it(
     signed: Bundle, witnessed: Bundle, keys: Keys, vitx: Any, colours_folder: Path, tmp_path: Path
 ) -> None:

@@ -42,8 +42,7 @@ class _Flow(FlowControl):
 class HttpProtocol(HttpToolsProtocol):
     """One connection. It is in the scope of its requests (CONNECTION).
 
-    lost: the client hung up. slow: this class has refused the request and counted it. on_lost: called when the client
-    hangs up.
+    lost: the client hung up. slow: this class has refused the request and counted it. on_lost: called then.
     """
 
     flow: _Flow
@@ -96,8 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
     def reserve(self, size: int) -> None:
         """Count bytes of the request's body until it is answered.
 
-        Raises RequestError 503 if there are too many, ClientDisconnect after the client hung up, when none would be
-        given back.
+        Raises RequestError 503 if there are too many, ClientDisconnect after the client hung up: none are given back.
         """
         if self.lost:
             raise ClientDisconnect

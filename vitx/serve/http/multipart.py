@@ -65,8 +65,7 @@ def _parse_part(body: bytes, start: int, end: int) -> tuple[str, bytes]:
 def _parameters(header: str) -> dict[str, str]:
     """The parameters of a header by their lower-case names, up to the first that is none; of two equal ones the first.
 
-    In quotes a backslash stands before a quote or another backslash. One pass: `email.message` needs the square of the
-    length, 0.1 s for 8 KB.
+    In quotes a backslash stands before a quote or another backslash. One pass: `email.message` takes .1 s for 8 KB.
     """
     found: dict[str, str] = {}
     place = _PARAMETER.match(header, header.find(";")) if ";" in header else None

@@ -251,8 +251,7 @@ class ModelSet:
     def get(self, name: str | None, version: str | None = None, started: float = math.inf) -> ServedModel:
         """Return a model: the only one if `name` is None, the highest version if `version` is None.
 
-        Raises RequestError: 404 for an unknown model, 503 while it loads, or if the server drained when the request
-        `started`.
+        Raises RequestError: 404 for an unknown model, 503 while it loads, or if the server drained when it `started`.
         """
         if self.draining and not started < self.draining:
             raise unavailable("the server is shutting down", "draining")

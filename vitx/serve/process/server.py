@@ -136,14 +136,18 @@ class Server:
     async def _listen(self, sockets: object) -> None:
         """uvicorn's startup, with `header_seconds` for a TLS handshake: only after it has a connection other limits."""
         core, server, tls = self._core, self._uvicorn, self._pem and self._pem.context
-        if tls is not None:  # new handshakes get the latest context: one keeps the certificate of each kind of key
-            tls.sni_callback = lambda new, *_: setattr(new, "context", self._pem and self._pem.context)
         ours = partial(HeadCacheProtocol, {}, core.limits, core.budget, core.metrics.reject)
         connect = partial(ours, server.config, server.server_state, {})
         listen = partial(asyncio.get_running_loop().create_server, connect, backlog=server.config.backlog)
         seconds = core.limits.header_seconds if tls else None
         server.servers = [await listen(sock=self._listener, ssl=tls, ssl_handshake_timeout=seconds)]
         server.started = True
+
+    async def _listen_again(self) -> None:
+        """With the new TLS context: under the old one its sessions resume, of clients that may be allowed no more."""
+        old, self._listener = self._uvicorn.servers[0], self._listener.dup()
+        await self._listen(())
+        old.close()
 
     async def _start_grpc(self) -> None:
         if (port := self._options.grpc_port) is not None:
@@ -211,6 +215,8 @@ class Server:
             log(f"vitx: the TLS certificate stays: {error}")
         if self._draining is None:
             start_kept(self._repository.load_all(), self._tasks)
+            if self._pem is not None and self._uvicorn.started:
+                start_kept(self._listen_again(), self._tasks)
 
     def _on_log_rotation(self, number: int, frame: object) -> None:
         for observer in self._core.observers:

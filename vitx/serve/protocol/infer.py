@@ -40,8 +40,7 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 HEADER_LENGTH = "inference-header-content-length"
 FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 
-# A client sends the same JSON header with every request; only the pixels behind it change. So up to 256 parsed headers
-# of at most 512 bytes are cached.
+# A client sends the same JSON header with every request; only the pixels behind it change. So short ones are cached.
 _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
 # Headers with these are not cached: shared-memory regions come and go, pixels are cut out, an escape can hide both.
 _NOT_CACHED = (b"shared_memory", b'"data"', b"\\")

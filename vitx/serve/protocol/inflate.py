@@ -15,8 +15,7 @@ _PIECE = 2**20  # bytes that a body is inflated to at once: counted before, so t
 async def inflated(body: bytes, encoding: str, limit: int, reserve: Callable[[int], object]) -> bytes:
     """Return the decompressed body; `reserve` is called with the bytes of each piece before it is inflated.
 
-    `encoding`: one of WINDOW. Raises RequestError: 400 for a broken body, 413 for more than `limit` bytes, and what
-    `reserve` does.
+    `encoding`: one of WINDOW. Raises RequestError 400 for a broken body, 413 beyond `limit`, and what `reserve` raises.
     """
     stream = zlib.decompressobj(wbits=WINDOW[encoding])
     pieces: list[bytes] = []
