@@ -2,18 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cli_fixture import Vitx
 from epoch_row import epoch_row
-from server_process import wait_until
+from training_jobs import context, hold_run
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder
+from vitx.train.loop.run_lock import LOCK_FILE
 from vitx.train.progress import PROGRESS_FILE, RunProgress
 from vitx.train.watch import RunState, states, watch
 
@@ -47,19 +46,29 @@ def test_a_line_for_each_epoch_until_the_end(run: RunFolder, capsys: pytest.Capt
 
 
 def test_a_run_whose_process_was_killed(run: RunFolder) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    advance(run, HALF.model_copy(update={"pid": dead.pid}), 1)
+    """The lock tells, not the pid: that may be of another process by now, as pid 1 of a restarted container is."""
+    advance(run, HALF, 1)
+    assert HALF.pid == os.getpid()
+    run.info_path.touch()
+    here, there = context().Pipe()
+    holder = context().Process(target=hold_run, args=(run.path, there))
+    holder.start()
+    assert here.poll(30), "the holder has not begun"
     found = states(run, lambda: None)
-    assert next(found) == RunState(HALF.model_copy(update={"pid": dead.pid}), ROWS[:1])
+    assert [next(found), next(found)] == [RunState(HALF, ROWS[:1])] * 2
+    holder.kill()
+    holder.join()
+    assert next(found) == RunState(HALF, ROWS[:1])
     with pytest.raises(CheckFailed, match=r"is gone after 1 of 2 epochs: resume with"):
         next(found)
-    elsewhere = HALF.model_copy(update={"pid": dead.pid, "host": "another"})
-    assert not elsewhere.process_is_gone()
-    assert not HALF.model_copy(update={"pid": os.getpid()}).process_is_gone()
-    zombie = subprocess.Popen([sys.executable, "-c", ""])
-    wait_until(lambda: HALF.model_copy(update={"pid": zombie.pid}).process_is_gone())  # nobody has asked for its end
-    zombie.wait()
+
+
+def test_of_another_host_and_without_a_lock_nothing_is_known(run: RunFolder) -> None:
+    found = states(run, lambda: None)
+    assert next(found) == next(found)
+    (run.path / LOCK_FILE).touch()
+    advance(run, HALF.model_copy(update={"host": "another"}), 1)
+    assert next(found) == next(found)
 
 
 def test_a_run_that_ended_early_says_why(run: RunFolder) -> None:

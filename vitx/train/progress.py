@@ -2,9 +2,6 @@
 
 import os
 import socket
-import sys
-from contextlib import suppress
-from pathlib import Path
 
 from pydantic import Field
 
@@ -29,20 +26,6 @@ class RunProgress(Record):
     pid: int = Field(default_factory=os.getpid)
     ended: bool = False
     failure: str = ""
-
-    def process_is_gone(self) -> bool:
-        """Whether the process that trained has died, as far as can be known from this machine."""
-        if self.ended or self.host != socket.gethostname() or sys.platform == "win32":
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # another user's
-            return False
-        with suppress(OSError):  # a dead one whose parent has not asked yet is a zombie
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return False
 
 
 def duration(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """`vitx watch`: a run in the terminal while it trains in another process."""
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record
 from vitx.core.run import RunFolder
+from vitx.train.loop.run_lock import is_free
 from vitx.train.metrics_file import read_lines
 from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
 
@@ -43,7 +45,9 @@ def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
         raise InputError(f"'{run.path}' has no {PROGRESS_FILE}: expected a run whose training has begun")
     while True:
         progress = read_record(path, RunProgress)
-        gone = progress.process_is_gone() and not read_record(path, RunProgress).ended  # it may have ended in between
+        # Not by its pid, which in a restarted container is another's. Another host's locks may not be seen here.
+        gone = progress.host == socket.gethostname() and is_free(run)
+        gone = gone and not read_record(path, RunProgress).ended  # it may have ended in between
         yield (state := RunState(progress, read_lines(run.metrics_path)))
         if progress.failure:
             raise CheckFailed(f"the training of '{run.path}' ended before its last epoch: {progress.failure}")

@@ -20,7 +20,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class RunLock:
     """Held from `acquire` to the end of the `with` block; the system releases the lock of a killed process.
 
-    It is a POSIX lock (`fcntl.lockf`) on the file `lock`, which nothing else opens. Such a lock belongs to one process
+    It is a POSIX lock (`fcntl.lockf`) on the file `lock`, which no other code opens. Such a lock belongs to one process
     and is not inherited by the workers that it forks, and NFS supports it. On a file system without locks, and on
     Windows, nothing is locked.
     """
@@ -64,6 +64,23 @@ class RunLock:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def is_free(run: RunFolder) -> bool:
+    """Whether nobody trains into `run`: its lock is taken for a moment. False where that cannot be known.
+
+    Not for a process that holds the lock: to it the lock seems free, and looking would release it.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        with (run.path / LOCK_FILE).open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, or not there, or the file system has no locks
+        return False
+    return True
 
 
 def timeout_under_torchrun(seconds: float) -> float:
