@@ -19,6 +19,7 @@ from vitx.data.image_set import ImageSet
 from vitx.train.loop.checkpoint import Metrics, is_finished, read_metrics, read_state
 from vitx.train.loop.environment import DataRecord, RunEnvironment
 from vitx.train.loop.interruption import TrainingStopped
+from vitx.train.loop.resuming import CHANGEABLE_SETTINGS
 from vitx.train.recipes.recipe import Recipe, first_difference, read_recipe
 from vitx.train.recipes.registry import resolve_recipe
 
@@ -64,7 +65,7 @@ class Trial:
         folder = self.folder(study)
         if not RunFolder(folder).exists():
             return
-        difference = first_difference(self.resolved(), read_recipe(folder))
+        difference = first_difference(self.resolved(), read_recipe(folder), ignoring=CHANGEABLE_SETTINGS)
         if difference:
             raise InputError(f"cannot go on with '{folder}': {difference}; choose another --out")
         begun = RunEnvironment.read(folder)
