@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import training_jobs
 from cli_fixture import Vitx
@@ -221,6 +222,19 @@ def tiny_study(out: Path, images: Path) -> Study:
         (*TINY, f"epochs={EPOCHS}", "selection.metric=nll"),
         device="cpu",
     )
+
+
+def test_the_networks_are_those_of_the_device(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a GPU `photos` is a larger network, unless the study is asked for on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    resolved = [resolve_recipe("photos", data=str(image_folder), device=device) for device in ("cpu", "cuda")]
+    for device, recipe in zip(("cpu", "cuda"), resolved, strict=True):
+        study = Study("depth", "photos", tmp_path / "study", (0,), str(image_folder), device=device)
+        [trial] = study.trials([Variant("as it is", (), {})])
+        assert study.base == trial.resolved() == recipe
+    assert resolved[0].model != resolved[1].model
 
 
 def test_a_study_that_is_killed_goes_on(tmp_path: Path, image_folder: Path) -> None:

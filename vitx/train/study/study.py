@@ -54,7 +54,7 @@ class Study:
             if override.partition("=")[0] == "seed":
                 raise InputError(f"--set {override}: a study has --seeds instead")
         _check_folder(self.out, self.kind)
-        self.base = resolve_recipe(self.recipe, data=self.data, overrides=self.overrides)
+        self.base = resolve_recipe(self.recipe, data=self.data, overrides=self.overrides, device=self.device)
         self.train_images, self.val_images = open_splits(
             self.base.data, skip_bad=self.skip_bad, check_size=self.base.preprocessing.check_size
         )
@@ -62,7 +62,7 @@ class Study:
     def trials(self, variants: Sequence[Variant]) -> list[Trial]:
         """A trial for each seed and variant, seed by seed: a stopped study has every row for its first seeds."""
         return [
-            Trial(variant.name, seed, self.recipe, self.data, (*self.overrides, *variant.overrides))
+            Trial(variant.name, seed, self.recipe, self.data, (*self.overrides, *variant.overrides), self.device)
             for seed in self.seeds
             for variant in variants
         ]
@@ -86,7 +86,7 @@ class Study:
         """Train every trial to its end; failed ones are then in `failed`, the others in `scores`."""
         make_folder(self.out)
         trials = self.trials(variants)
-        runner = Runner(self.out, self.jobs, self.device, self.skip_bad)
+        runner = Runner(self.out, self.jobs, self.skip_bad)
         with closing(runner.run(trials)) as outcomes:
             for count, (trial, failure) in enumerate(outcomes, 1):
                 history = trial.history(self.out)

@@ -32,20 +32,25 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl(2)
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study: its row in the table (`variant`), its seed, and the `--set` texts of `vitx train`."""
+    """One run of a study: its row in the table (`variant`), its seed, and the `--set` texts of `vitx train`.
+
+    device: where it trains, to which `photos` is fitted.
+    """
 
     variant: str
     seed: int
     recipe: str
     data: str | None
     overrides: tuple[str, ...]
+    device: str = "auto"
 
     @property
     def name(self) -> str:
         return f"{self.variant}-seed{self.seed}"
 
     def resolved(self) -> Recipe:
-        return resolve_recipe(self.recipe, data=self.data, overrides=[*self.overrides, f"seed={self.seed}"])
+        overrides = [*self.overrides, f"seed={self.seed}"]
+        return resolve_recipe(self.recipe, data=self.data, overrides=overrides, device=self.device)
 
     def folder(self, study: Path) -> Path:
         return study / "runs" / self.name
@@ -89,7 +94,6 @@ class Runner:
 
     study: Path
     jobs: int
-    device: str = "auto"
     skip_bad: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _live: set["subprocess.Popen[bytes]"] = field(default_factory=set)
@@ -141,7 +145,7 @@ class Runner:
 
     def _command(self, trial: Trial) -> list[str]:
         folder = trial.folder(self.study)
-        words = ["train", trial.recipe, "--out", str(folder), "--device", self.device]
+        words = ["train", trial.recipe, "--out", str(folder), "--device", trial.device]
         words += ["--data", trial.data] if trial.data is not None else []
         for override in (*trial.overrides, f"seed={trial.seed}"):
             words += ["--set", override]
