@@ -69,3 +69,10 @@ def test_the_rate_of_a_small_network(vitx: Vitx, tmp_path: Path, monkeypatch: py
     shown = module.rows(found["curve"])
     assert (shown[0][0], len(shown[0][2])) == ("1.0e-06", module.BAR // 2)
     assert [len(bar) for *_, bar in module.rows([(0.1, 2.0), (0.2, 1.0), (0.3, 9.0)])] == [20, 0, 40]
+
+
+def test_a_loss_that_is_not_finite_from_the_first_step_on(vitx: Vitx, tmp_path: Path) -> None:
+    options = (*TINY_SETTINGS, "--set", "workers=0", "--set", "losses.cosine=1e39", "--device", "cpu")
+    code, _, said = vitx("train", "digits-deepvit", "--out", tmp_path / "run", *options, "--lr-find", "--quiet")
+    message = "the first loss is not finite: look at the losses' weights, the initial weights and the data"
+    assert (code, said) == (1, f"error: {message}\n")

@@ -32,11 +32,14 @@ def lr_find(
 
     Returns the suggested `optimizer.lr`, a tenth of the rate at which the smoothed loss was lowest (Smith takes that
     rate as the top of a cycle; the tenth leaves room for a whole run), and the curve as (rate, smoothed loss). Raises
-    what `train` raises before and in its first steps, and CheckFailed where the loss falls at no rate.
+    what `train` raises before and in its first steps, and CheckFailed where the first loss is not finite, or where the
+    loss falls at no rate.
     """
     with join_processes(chosen := choose_device(device)) as processes:
         trainer = Trainer(recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True)
         curve = _curve(trainer, quiet=quiet)
+    if not curve:
+        raise CheckFailed("the first loss is not finite: look at the losses' weights, the initial weights and the data")
     lowest = min(range(len(curve)), key=lambda index: curve[index][1])
     if lowest == 0:
         raise CheckFailed(f"the loss falls at no rate from {FIRST_RATE:g} on: look at the data and the other settings")
