@@ -83,6 +83,14 @@ def test_contradictions_are_judged_after_all_overrides() -> None:
     assert changed.cutmix.probability == changed.losses.mixing == 0
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if get_recipe(name).optimizer.lr_base_size])
+def test_a_rate_that_follows_from_the_batch_may_be_that_of_a_smaller_one(name: str) -> None:
+    """docs/training.md promises it of 256; a rate of fine-tuning is constant, whatever it is."""
+    given, smaller = get_recipe(name), apply_overrides(get_recipe(name), ["batch_size=64"])
+    rates = [recipe.optimizer.rate(recipe.batch_size) for recipe in (given, smaller)]
+    assert rates[1] == pytest.approx(rates[0] * 64 / given.batch_size)
+
+
 def test_every_setting_name_that_is_listed_is_accepted() -> None:
     plain = RECIPE.model_dump(mode="json")
     for name in setting_names(RECIPE):

@@ -320,7 +320,7 @@ def _finetuned(recipe: Recipe, name: str, model: str, image_size: int, initial_c
             "model": recipe.model.model_copy(update=choice),
             "preprocessing": recipe.preprocessing.model_copy(update=pixels),
             "optimizer": Optimizer(lr=5e-6, lr_base_size=512, weight_decay=1e-8, clip=0),
-            "schedule": Schedule(warmup_epochs=5, warmup_lr=1e-6, warmup_prefix=False, min_lr=5e-6),
+            "schedule": Schedule(name="constant", warmup_epochs=5, warmup_lr=1e-6),
             "stages": (),
             "epochs": 30,
             "batch_size": 512,
