@@ -209,6 +209,15 @@ def test_patches_that_overlap_are_no_grid_for_cutmix(side: int) -> None:
     check_model(apply_overrides(RECIPE, [*without, "cutmix.probability=0"]), pit)
 
 
+@pytest.mark.parametrize("on", ["losses.cosine=1", "losses.contrastive_variant=official"])
+def test_a_single_patch_has_none_to_be_compared_with(on: str) -> None:
+    recipe = apply_overrides(RECIPE, ["losses.cosine=0"])
+    network = timm.create_model("deit_digits", depth=1, patch_size=32)
+    check_model(recipe, network)
+    with pytest.raises(InputError, match=r"has one patch, and .* compare patches: set a smaller model\.kwargs\.patch"):
+        check_model(apply_overrides(recipe, [on]), network)
+
+
 class Scripted(random.Random):
     """`random()` gives what was written down."""
 
@@ -337,6 +346,8 @@ def test_the_grid_is_that_of_a_square_embedding() -> None:
     assert patch_grid(hybrid) == PatchGrid(7, 32)
     oblong: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=(32, 64))
     assert patch_grid(oblong) is None
+    stem: Any = timm.create_model("deit_digits", depth=1, patch_embedding="cnn")  # 4 px a patch, each made of 13
+    assert patch_grid(stem) == PatchGrid(8, 4)
     cut: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=40)  # 8 pixels are in no patch
     assert patch_grid(cut) is None
     embedding = SimpleNamespace(grid_size=(8, 8), patch_size=(4, 6))

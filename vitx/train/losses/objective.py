@@ -41,7 +41,10 @@ class PatchGrid:
 
 
 def patch_grid(model: nn.Module) -> PatchGrid | None:
-    """The patch grid of a model; None for one without a square patch embedding, or whose patches overlap, as PiT's."""
+    """The patch grid of a model; None for one without a square patch embedding, or whose patches overlap, as PiT's.
+
+    Behind convolutions (DeepViT's embedding, a hybrid's backbone) a patch is the square in its middle: it sees more.
+    """
     embedding: Any = getattr(model, "patch_embed", None)
     grid_size = getattr(embedding, "grid_size", None)  # (rows, columns), timm's name
     if not grid_size or grid_size[0] != grid_size[1]:
@@ -66,6 +69,12 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
         raise InputError(
             "the token losses compare or label every patch: set model.kwargs.patch_drop_rate=0, or losses.cosine=0, "
             "losses.contrastive=0 and losses.mixing=0"
+        )
+    official = losses.contrastive and losses.contrastive_variant == "official"
+    if (losses.cosine or official) and getattr(model.patch_embed, "num_patches", 0) == 1:
+        raise InputError(
+            f"model '{recipe.model.name}' has one patch, and losses.cosine and the official losses.contrastive compare "
+            "patches: set a smaller model.kwargs.patch_size, or losses.cosine=0 and losses.contrastive=0"
         )
     if losses.attention:
         with record_qkv(model):  # refuses a network without attention layers to compare
