@@ -306,6 +306,15 @@ def test_a_wrong_request_writes_nothing(vitx: Vitx, tmp_path: Path, arguments: t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_smallest_rate_is_compared_with_that_of_the_images_there_are(image_folder: Path, tmp_path: Path) -> None:
+    """18 images are a batch of 18: the rate that 512 give would not fall to min_lr but rise."""
+    scaled = ("optimizer.lr=0.01", "optimizer.lr_base_size=512", "batch_size=512", "schedule.min_lr=0.001")
+    recipe = recipe_of(*TINY, *scaled).on_data(str(image_folder))
+    with pytest.raises(InputError, match=r"schedule\.min_lr 0\.001 is above the learning rate 0\.000351562: lower it$"):
+        train(recipe, tmp_path / "run", device="cpu", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(vitx: Vitx, tmp_path: Path) -> None:
     settings = ("--set", "optimizer.lr=1e30", "--set", "optimizer.clip=0", "--set", "epochs=1", *TINY_SETTINGS)
     code, _, err = vitx("train", "digits-deepvit", "--out", tmp_path / "run", *settings)

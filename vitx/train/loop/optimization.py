@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import UNUSABLE, InputError, unknown_name
 from vitx.train.loop.distributed.fsdp_tensors import gathered, placed_like
-from vitx.train.recipes.optimization_settings import Optimizer, Schedule
+from vitx.train.recipes.optimization_settings import Optimizer, Schedule, refuse_impossible_schedule
 
 # Names of parameter groups among those of parameters, in a checkpoint: "groups.0", "groups.1", …
 GROUP = "groups."
@@ -98,6 +98,9 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
     warmup = int(settings.warmup(epochs) * steps)  # in steps
     length = epochs - settings.cooldown_epochs - (warmup / steps if settings.warmup_prefix else 0)
     try:
+        # Known exactly by now: a batch has no more images than there are, and its rate may follow from them.
+        rate = max(group.get("initial_lr", group["lr"]) for group in optimizer.param_groups)
+        refuse_impossible_schedule(rate, settings, epochs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # timm ignores some arguments and only warns
             schedule: Scheduler
