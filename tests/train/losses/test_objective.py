@@ -209,6 +209,18 @@ def test_patches_that_overlap_are_no_grid_for_cutmix(side: int) -> None:
     check_model(apply_overrides(RECIPE, [*without, "cutmix.probability=0"]), pit)
 
 
+def test_maps_of_talking_heads_need_weights_that_fsdp_has_split() -> None:
+    split = ["losses.attention=0.1", "losses.attention_maps=softmax", "execution.parallel=fsdp"]
+    network = timm.create_model("deit_digits", depth=2, attention="talking-heads")
+    with pytest.raises(
+        InputError, match=r"^execution\.parallel=fsdp does not go with losses\.attention of softmax maps"
+    ):
+        check_model(apply_overrides(RECIPE, split), network)
+    check_model(apply_overrides(RECIPE, split), timm.create_model("deit_digits", depth=2, attention="re-attention"))
+    for change in ("losses.attention_maps=mixed", "execution.parallel=ddp"):
+        check_model(apply_overrides(RECIPE, [*split, change]), network)
+
+
 @pytest.mark.parametrize("on", ["losses.cosine=1", "losses.contrastive_variant=official"])
 def test_a_single_patch_has_none_to_be_compared_with(on: str) -> None:
     recipe = apply_overrides(RECIPE, ["losses.cosine=0"])

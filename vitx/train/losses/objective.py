@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
+from vitx.models.attention import TalkingHeadsAttention
 from vitx.models.attention_maps import attention_layers
 from vitx.train.losses.attention_similarity import attention_loss, check_pairs, record_qkv
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
@@ -79,6 +80,13 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
     if losses.attention:
         with record_qkv(model):  # refuses a network without attention layers to compare
             check_pairs(losses.attention_pairs, len(attention_layers(model)) - 1)
+        # The maps are computed after their block, whose weights are then split again: only this attention needs them.
+        splits = recipe.execution.parallel == "fsdp" and losses.attention_maps == "softmax"
+        if splits and any(isinstance(layer, TalkingHeadsAttention) for layer in model.modules()):
+            raise InputError(
+                "execution.parallel=fsdp does not go with losses.attention of softmax maps of talking heads: set "
+                "losses.attention_maps=mixed, or execution.parallel=ddp"
+            )
     if recipe.cutmix.probability and patch_grid(model) is None:
         raise InputError(f"model '{recipe.model.name}' has no square patch grid for CutMix: set cutmix.probability=0")
 
