@@ -39,6 +39,7 @@ def test_what_json_cannot_hold_is_not_sealed() -> None:
         ('"accuracy_candidate": 0.5', '"accuracy_candidate": 0.9'),
         ('"verdict": "pass"', '"verdict":  "pass"'),
         ('"images": 300,', '"images": 3e2,'),
+        ('"accuracy_candidate": 0.5', '"accuracy_candidate": 5e999'),
         ("}\n", "}"),
     ],
 )

@@ -56,14 +56,15 @@ def test_a_damaged_verdict_is_found_anew(witnessed: Bundle, judgements: list[str
     require(witnessed)
     (path,) = cache.rglob("*.json")
     whole = path.read_bytes()
-    for content in (b"", b"{}", whole.replace(b'"pass"', b'"fail"'), whole[:-2], whole.replace(b"0.0", b"0.1", 1)):
+    changed = [whole.replace(b": 0.0", other, 1) for other in (b": 0.1", b": 9e999")]
+    for content in (b"", b"{}", whole.replace(b'"pass"', b'"fail"'), whole[:-2], *changed):
         path.write_bytes(content)
         before = len(judgements)
         require(witnessed)
         assert len(judgements) == before + 1
         assert path.read_bytes() != content
     require(witnessed)
-    assert len(judgements) == 6
+    assert len(judgements) == 7
 
 
 def test_a_verdict_is_of_one_bundle_and_one_executable(witnessed: Bundle) -> None:
