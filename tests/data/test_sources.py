@@ -275,9 +275,22 @@ def linked_member(root: Path) -> None:
         archive.addfile(link)
 
 
+def sparse_label(root: Path) -> None:
+    shards(root)
+    with tarfile.open(root / "set-train-0000.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        label = tarfile.TarInfo("a.cls")
+        label.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": f"{1 << 40}"}  # a TiB of zeros
+        archive.addfile(label)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
+        (sparse_label, r"train-0000\.tar: 'a\.cls' is a link or sparse: write a shard of plain files"),
+        (
+            lambda root: shard_of(root, ("a.json", b" " * (1 << 20) + b"1")),
+            r"'a\.json' has 1,048,577 bytes: expected at most 1,048,576 in a label",
+        ),
         (linked_member, r"train-0000\.tar: 'b\.png' is a link or sparse: write a shard of plain files"),
         (broken_cifar, r"data_batch_2\.bin has 3 bytes, not a multiple of 3073: unpack it again"),
         (hostile_cifar, r"cifar-100-python/train is not a file of CIFAR: it asks for os\.system"),

@@ -20,6 +20,7 @@ from vitx.data.whole_tar import WholeTarInfo, check_only_zeros
 
 CLASS_NAMES_FILE = "classnames.txt"
 _MOST_CLASSES = 1 << 20  # without names, each number up to the largest becomes one
+_MOST_LABEL_BYTES = 1 << 20  # they are read whole
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,20 @@ def _samples(path: Path, shard: int) -> list[_Sample]:
                 folder, _, file = member.name.rpartition("/")
                 stem, _, kind = file.partition(".")
                 key = f"{folder}/{stem}" if folder else stem
-                if f".{kind.lower()}" in EXTENSIONS:
+                is_image = f".{kind.lower()}" in EXTENSIONS
+                if not is_image and kind not in ("cls", "json"):
+                    continue
+                if not member.isreg() or member.issparse():
+                    raise InputError(f"{path}: '{member.name}' is a link or sparse: write a shard of plain files")
+                if is_image:
                     if key in places:
                         raise InputError(f"{path}: sample '{key}' has two images: expected one")
-                    if not member.isreg() or member.issparse():
-                        raise InputError(f"{path}: '{member.name}' is a link or sparse: write a shard of plain files")
                     places[key] = (member.offset_data, member.size)
-                elif kind in ("cls", "json") and (text := archive.extractfile(member)) is not None:
+                    continue
+                if member.size > _MOST_LABEL_BYTES:
+                    expected = f"expected at most {_MOST_LABEL_BYTES:,} in a label"
+                    raise InputError(f"{path}: '{member.name}' has {member.size:,} bytes: {expected}")
+                if (text := archive.extractfile(member)) is not None:
                     labels.setdefault(key, _label(text.read(), kind, f"{path}: {member.name}"))
             content.seek(archive.offset)
             check_only_zeros(content, archive.offset)
