@@ -101,6 +101,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
         ("[oven]\ntrays = 4", "unknown option in --config .*'oven'"),
         ("[trays]\nx = 4", "'trays' is a table: expected a value, such as trays = 1"),
         ("trays = ", "cannot be read as TOML"),
+        (f"trays = {'[' * 5000}{']' * 5000}", "cannot be read as TOML: maximum recursion depth"),
         ("trays = true", "trays = true: expected a value, it is not a flag"),
         ("config = 'other.toml'", "unknown option in --config .*'config'"),
         ('minutes = "9:4"', "--minutes 9:4: expected a number such as 4, or a least and a most"),

@@ -184,7 +184,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         return None
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"--config {path}: cannot be read as TOML: {error}") from None
     # By the name on the command line, with dashes or underscores.
     known = {

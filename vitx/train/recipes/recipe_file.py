@@ -35,6 +35,9 @@ def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
         return validated(_merged(recipe.model_dump(mode="json"), given))
     except InputError as error:
         raise InputError(f"--recipe {path}: {error}") from None
+    except RecursionError:  # the parser takes dotted keys of any length
+        expected = "expected a few names with dots between, such as model.kwargs.depth = 12"
+        raise InputError(f"--recipe {path} has settings nested too deeply: {expected}") from None
 
 
 def _check_keys(recipe: Recipe, plain: dict[str, Any], prefix: str = "") -> None:
