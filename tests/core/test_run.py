@@ -114,6 +114,27 @@ def test_impossible_numbers_are_refused() -> None:
             CheckpointState(epoch=epoch, step=step, best_metric=0.0, best_epoch=0, sha256={})
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ('"nll": 0.25', '"nll": 1e999', "metrics: Value error, a number is infinite or NaN: expected finite ones"),
+        ('"total": 0.5', '"total": -1e999', "metrics: Value error, a number is infinite or NaN: expected finite ones"),
+        ('"best_metric": 0.5', '"best_metric": 1e999', "best_metric: Input should be a finite number"),
+    ],
+)
+def test_a_state_with_an_infinite_number_is_refused(run: RunFolder, old: str, new: str, fault: str) -> None:
+    folder, state = run.checkpoint("best")
+    path = folder / "state.json"
+    write_json(path, state.model_copy(update={"metrics": {"nll": 0.25, "losses": {"total": 0.5}}}))
+    assert run.checkpoint("best")[1].metrics["nll"] == 0.25
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(InputError) as caught:
+        run.checkpoint("best")
+    assert str(caught.value) == f"{path} is not a valid CheckpointState: {fault}"
+
+
 def test_as_many_class_names_as_classes() -> None:
     with pytest.raises(ValueError, match="3 class names of 2 classes"):
         RunInfo(**{**dict(INFO), "class_names": ("a", "b", "c")})

@@ -1,10 +1,11 @@
 """The run folder: what `vitx train` writes and every other stage reads. Specification: docs/run-folder.md."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, FiniteFloat, NonNegativeInt, field_validator, model_validator
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record, sha256_file
@@ -53,12 +54,21 @@ class CheckpointState(Record):
     format_version: Literal[1] = 1
     epoch: NonNegativeInt = Field(description="epochs completed")
     step: NonNegativeInt
-    best_metric: float
+    best_metric: FiniteFloat
     best_epoch: int
     metrics: dict[str, Any] = Field(default_factory=dict)
     rng: dict[str, Any] = Field(default_factory=dict)
     trainer: dict[str, Any] = Field(default_factory=dict, description="what training resumes from besides the tensors")
     sha256: dict[str, str]
+
+    @field_validator("metrics")
+    @classmethod
+    def _refuse_infinite(cls, metrics: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(metrics, allow_nan=False)
+        except ValueError:  # of a damaged file: pydantic would write null into a bundle's manifest
+            raise ValueError("a number is infinite or NaN: expected finite ones") from None
+        return metrics
 
 
 class RunFolder:
