@@ -12,7 +12,7 @@ from timm.models.convnext import ConvNeXtBlock
 from timm.models.csatv2 import TransformerBlock as CSATTransformerBlock
 from timm.models.davit import ChannelBlock, SpatialBlock
 from timm.models.eva import EvaBlockPostNorm
-from timm.models.mobilevit import MobileVitBlock
+from timm.models.mobilevit import MobileVitBlock, MobileVitV2Block
 from timm.models.mvitv2 import MultiScaleBlock
 from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
@@ -33,7 +33,7 @@ _POST_NORM = (SwinTransformerV2Block, SwinTransformerV2CrBlock, ResPostBlock, Re
 # DaViT's and CSATv2's: their maps have the channels first, though a norm over the last axis reads them, as tokens.
 _CHANNELS_FIRST = (SpatialBlock, ChannelBlock, CSATTransformerBlock)
 # Blocks whose streams are not those of an image's tokens, or not of all: their units are known by what they remove.
-_NOT_READ = (MobileVitBlock, ClassBlock)
+_NOT_READ = (MobileVitBlock, MobileVitV2Block, ClassBlock)
 
 
 class Unit(NamedTuple):
@@ -59,8 +59,8 @@ class Unit(NamedTuple):
 
 def residual_units(model: nn.Module) -> list[Unit]:
     """Every unit, in the order of the modules; empty for a network that is not supported."""
-    # MobileViT's blocks see every fourth pixel of an image as an image of its own. VOLO's last blocks give all tokens
-    # and change the class token alone: by the others they would be dead.
+    # MobileViT's blocks see every fourth pixel of an image as an image of its own, and MobileViT-v2's as a row of its
+    # own. VOLO's last blocks give all tokens and change the class token alone: by the others they would be dead.
     unread = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _NOT_READ))
     return [
         unit._replace(stream_module=None) if unit.name.startswith(unread) else unit

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from timm.models.cait import TalkingHeadAttn
 from timm.models.edgenext import CrossCovarianceAttn
+from timm.models.mobilevit import LinearSelfAttention
 from timm.models.xcit import XCA
 from torch import Tensor, nn
 
@@ -16,13 +17,14 @@ from vitx.models.attention import HeadMixAttention, ReAttention, TalkingHeadsAtt
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The attention layers of a network by name: every module with an `attn_drop` layer, as timm's have.
 
-    XCiT's and EdgeNeXt's are no such layers: their maps are of channels, not of tokens.
+    XCiT's and EdgeNeXt's are no such layers: their maps are of channels, not of tokens. Nor are MobileViT-v2's, which
+    have one score a token.
     """
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(getattr(module, "attn_drop", None), nn.Dropout)
-        and not isinstance(module, XCA | CrossCovarianceAttn)
+        and not isinstance(module, XCA | CrossCovarianceAttn | LinearSelfAttention)
     }
 
 

@@ -322,11 +322,12 @@ def test_the_maps_of_windows_count_as_their_mean_for_an_image() -> None:
     assert {len(values) for values in (*spread.per_image.values(), *similar.per_image.values())} == {10}
 
 
-@pytest.mark.parametrize("name", ["mobilevit_xxs", "nest_tiny_jx", "samvit_base_patch16_224"])
+@pytest.mark.parametrize("name", ["mobilevit_xxs", "mobilevitv2_050", "nest_tiny_jx", "samvit_base_patch16_224"])
 def test_blocks_that_fold_images_have_no_streams_or_maps_of_images(name: str) -> None:
-    """MobileViT makes four images of one, Nest keeps its windows apart, SAM its heads: none is read as another."""
+    """MobileViT makes images or rows of one image, Nest keeps windows apart, SAM heads: none is read as another."""
     sizes: dict[str, dict[str, Any]] = {
         "mobilevit_xxs": {},
+        "mobilevitv2_050": {},  # with as many patches as pixels of a patch its maps (B, D, 4, 4) look like the image's
         "nest_tiny_jx": {"img_size": 32, "patch_size": 2},
         "samvit_base_patch16_224": {**VIT, "window_size": 2},
     }
@@ -336,6 +337,7 @@ def test_blocks_that_fold_images_have_no_streams_or_maps_of_images(name: str) ->
     for batch in stream_activations(model, DIGITS.first(4), Preprocessing(image_size=32), batch_size=4):
         assert {len(stream) for stream in batch.streams.values()} <= {4}
         assert bool(batch.maps) == (name == "mobilevit_xxs")
+        assert not (name.startswith("mobilevit") and batch.streams)
         for metric in metrics:
             metric.add(batch)
     for metric in metrics:
