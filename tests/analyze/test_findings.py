@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from run_fixture import DIGITS_PREPROCESSING, digits_source, trained_deepvit
 from vitx.analyze import Analysis, AnalysisOptions, analyze, chosen_metrics
+from vitx.analyze.accuracy import AccuracyCounter
 from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.findings.differences import differences
 from vitx.analyze.findings.finding import Finding, Rule, find
@@ -131,6 +132,16 @@ def test_logits_that_are_not_finite_are_one_error() -> None:
     for names in (("confidence",), ("lesions",)):
         with pytest.raises(InputError, match="logits of 6 of 6 images are not finite"):
             measured(broken, 6, names)
+
+
+def test_logits_that_are_not_finite_are_wrong_where_the_network_or_the_image_was_changed() -> None:
+    """NumPy's argmax of NaN is 0: a network that breaks down would know class 0."""
+    counter = AccuracyCounter()
+    logits = np.array([[np.nan, np.nan], [np.nan, 1], [np.inf, 0], [1, 0], [1, 0]], np.float32)
+    counter.add("lesion", logits, np.array([0, 0, 0, 0, 1]))
+    assert counter.correct("lesion").tolist() == [False, False, False, True, False]
+    with pytest.raises(InputError, match="logits of 3 of 5 images are not finite"):
+        counter.add(None, logits, np.zeros(5, np.int64))
 
 
 def test_what_differs_between_two_networks_is_what_was_changed() -> None:

@@ -46,10 +46,14 @@ class AccuracyCounter:
         self._correct: defaultdict[Hashable, list[npt.NDArray[np.bool_]]] = defaultdict(list)
 
     def add(self, condition: Hashable, logits: npt.NDArray[np.floating], labels: Labels) -> None:
-        """Count a batch: logits (B, C), labels (B,). Raises InputError for clean images whose logits are not finite."""
+        """Count a batch: logits (B, C), labels (B,); logits that are not finite name no class, and so a wrong one.
+
+        Raises InputError for clean images with such logits.
+        """
         if condition is None:
             require_finite(logits)
-        self._correct[condition].append(logits.argmax(axis=1) == labels)
+        named = np.isfinite(logits).all(axis=1)  # argmax takes NaN for class 0
+        self._correct[condition].append(named & (logits.argmax(axis=1) == labels))
 
     def correct(self, condition: Hashable) -> npt.NDArray[np.bool_]:
         """Whether the answer to each image was right, bool (N,)."""
