@@ -250,6 +250,22 @@ def test_a_folder_without_labels(run: Path, tmp_path: Path) -> None:
         open_analysis_images(str(tmp_path / "empty"))
 
 
+def test_an_unreadable_image_without_a_label_is_named_or_left_out(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    whole = (tmp_path / "b.png").read_bytes()
+    (tmp_path / "b.png").write_bytes(whole[:40])
+    with pytest.raises(InputError, match=r"unreadable image .*b\.png: .*; repair or remove it, or pass --skip-bad"):
+        open_analysis_images(str(tmp_path))
+    found = open_analysis_images(str(tmp_path), skip_bad=True)
+    assert (found.keys, found.class_names, found.labels.tolist()) == (("a.png",), (), [-1])
+    assert [line.partition(":")[0] for line in found.skipped] == [str(tmp_path / "b.png")]
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(InputError) as caught:
+        open_analysis_images(str(tmp_path), skip_bad=True)
+    assert str(caught.value) == f"{tmp_path} has no readable image"
+
+
 def test_a_named_set_is_no_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen from `runs`, the run `digits` is a folder, whose one picture is its first batch."""
     (tmp_path / "digits").mkdir()

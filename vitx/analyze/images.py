@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from vitx.core.errors import InputError
-from vitx.data.folder import CheckSize, list_images
+from vitx.data.folder import CheckSize, list_images, readable_images
 from vitx.data.image_set import NAMED_SETS, ImageSet
 from vitx.data.open import has_splits, open_images
 
@@ -16,25 +14,19 @@ def open_analysis_images(
     """The evaluation split of `data`, as every verb reads it, or all images below a folder without splits.
 
     The latter has no labels: `class_names` is empty and every label -1. At most `limit` images, evenly spaced. Raises
-    InputError when there are none.
+    InputError when there are none, and as `open_images` for what cannot be read.
     """
     data = str(data)
     # The name of a set is no folder, even where one has that name: a run's, such as runs/digits seen from runs.
     if data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data)):
-        images = _without_labels(Path(data))
+        images = _without_labels(Path(data), skip_bad=skip_bad, check_size=check_size)
     else:
         images = open_images(data, "val", skip_bad=skip_bad, check_size=check_size)
     return images.evenly_spaced(limit)
 
 
-def _without_labels(root: Path) -> ImageSet:
-    paths = list_images(root)
-    if not paths:
+def _without_labels(root: Path, *, skip_bad: bool, check_size: CheckSize | None) -> ImageSet:
+    found = [(path, -1) for path in list_images(root)]
+    if not found:
         raise InputError(f"no image below '{root}': expected image files, or train/ and val/ with a folder a class")
-    return ImageSet(
-        name=str(root),
-        class_names=(),
-        keys=tuple(str(path.relative_to(root)) for path in paths),
-        labels=np.full(len(paths), -1),
-        read=lambda index: paths[index].read_bytes(),
-    )
+    return readable_images(root, (), found, (), name=str(root), skip_bad=skip_bad, check_size=check_size)

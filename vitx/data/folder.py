@@ -125,7 +125,10 @@ def readable_images(
     skip_bad: bool,
     check_size: CheckSize | None,
 ) -> ImageSet:
-    """Those images `found` in `folder`, each with its class number, that can be read; beside: of `beside_classes`."""
+    """Those images `found` in `folder`, each with its class number, that can be read; beside: of `beside_classes`.
+
+    Without classes every number is -1. Raises InputError for a class without a readable image, or where none is.
+    """
     checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
         problems = list(pool.map(partial(_why_unreadable, check_size), checked)) or [None] * len(found)
@@ -134,10 +137,10 @@ def readable_images(
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise InputError(f"unreadable image {bad[0]}{more}; repair or remove it, or pass --skip-bad to leave it out")
     good = [item for item, problem in zip(found, problems, strict=True) if not problem]
-    counts = np.bincount([label for _, label in good], minlength=len(class_names))
+    counts = np.bincount([label for _, label in good if class_names], minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
-    if empty:
-        raise InputError(f"{folder} has no readable image of {quoted(empty)}")
+    if empty or not good:
+        raise InputError(f"{folder} has no readable image{' of ' * bool(empty)}{quoted(empty)}")
     paths = tuple(path for path, _ in good)
     return ImageSet(
         name=name,
