@@ -12,7 +12,7 @@ from vitx.analyze.report_page import BETWEEN, report_page
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record, write_bytes, write_json
-from vitx.core.panels import Picture, Results, as_text, png
+from vitx.core.panels import Picture, Results, as_text, elided, legend_names, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,11 +60,13 @@ def report_json(analyses: Sequence[Analysis], between: SimilarityMatrix | None =
 
 
 def network_names(analyses: Sequence[Analysis]) -> list[str]:
-    """The networks' names in tables and figures: the last part of the path if that tells them apart."""
-    full = [analysis.source.name for analysis in analyses]
-    short = [name.rstrip("/").rpartition("/")[2] for name in full]
-    names = short if len(set(short)) == len(short) else full
-    return names if len(set(names)) == len(names) else [f"{name} ({index})" for index, name in enumerate(names, 1)]
+    """The networks' names in tables and figures: as many last parts of their paths as tell them apart."""
+    parts = [analysis.source.name.rstrip("/").split("/") for analysis in analyses]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len({*names}) == len(names):
+            return names
+    return [f"{each[-1]} ({index})" for index, each in enumerate(parts, 1)]
 
 
 def results_by_metric(
@@ -81,7 +83,8 @@ def results_by_metric(
         if results:
             found[metric] = results
     if between is not None:
-        found[BETWEEN] = {f"{names[0]} (up), {names[1]} (right)": between}
+        up, right = map(elided, names)
+        found[BETWEEN] = {f"{up} (up),\n{right} (right)": between}
     return found
 
 
@@ -98,4 +101,7 @@ def figure(metric: str, *analyses: Analysis) -> Picture:
 def draw(name: str, results: Results) -> "Figure | None":
     """The figure of metric `name` for the networks in `results`; None for a metric that is only a table."""
     figure = draw_matrices if name == BETWEEN else METRICS[name].figure
-    return None if figure is None else figure({as_text(network): record for network, record in results.items()})
+    if figure is None:
+        return None
+    names = results if name == BETWEEN else legend_names(results)
+    return figure({as_text(network): record for network, record in zip(names, results.values(), strict=True)})

@@ -19,6 +19,7 @@ from vitx.analyze.metrics.confidence import Confidence, Mistake
 from vitx.analyze.metrics.rollout import LookedAt, Rollout
 from vitx.core.files import Record
 from vitx.core.page import data_url, page, picture, section, table
+from vitx.core.panels import elided
 from vitx.core.preprocess import UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
@@ -56,7 +57,7 @@ def report_page(
         if analysis.not_applicable:
             body.append(f"<h2>Not applicable to {html.escape(name)}</h2>")
             body.append(table([(METRICS[key].title, reason) for key, reason in analysis.not_applicable.items()]))
-    return page(" and ".join(names), body)
+    return page(" and ".join(map(elided, names)), body)
 
 
 def _networks_table(names: Sequence[str], analyses: Sequence[Analysis]) -> str:

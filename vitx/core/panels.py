@@ -1,7 +1,7 @@
 """What all figures share: sizes, a line style for each network, PNG. No line is told from another by colour alone."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,8 +47,20 @@ def as_text(name: str) -> str:
     """A name as matplotlib draws it to the letter: between two `$` it would read a formula.
 
     rcParams["text.parse_math"] is no way out: without it the 10⁻³ of a logarithmic axis are drawn as their source.
+    It leaves what begins with `_` out of legends, so a blank stands before that.
     """
-    return name.replace("$", r"\$")
+    return " " * name.startswith("_") + name.replace("$", r"\$")
+
+
+def elided(name: str) -> str:
+    """A name without its middle where it is longer than 24 characters: a legend of more would cover its axes."""
+    return name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
+
+
+def legend_names(names: Iterable[str]) -> list[str]:
+    """Names as a figure has room for them; those that would be the same are numbered."""
+    short = [elided(name) for name in names]
+    return [f"{index}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short, 1)]
 
 
 def png(figure: "Figure", pixel_ratio: int = PIXEL_RATIO) -> Picture:
