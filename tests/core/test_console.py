@@ -2,6 +2,9 @@
 
 import io
 import json
+import sys
+from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 from PIL import Image
@@ -36,6 +39,21 @@ def test_a_log_line_goes_to_standard_error_unless_quiet(capsys: pytest.CaptureFi
     console.log("one")
     console.log("two", quiet=True)
     assert capsys.readouterr() == ("", "one\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_a_line_that_standard_error_does_not_take_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> TextIO:
+        return cast(TextIO, io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True))
+
+    with full() as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        console.log("one")
+        monkeypatch.setattr("sys.stderr", console.Forgiving(stream))
+        print("two", file=sys.stderr, flush=True)
+        assert sys.stderr.encoding == stream.encoding
+        with pytest.raises(OSError, match="No space left"):
+            stream.write("three")
 
 
 def test_json_is_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,21 @@ def test_a_standard_stream_may_be_closed(tmp_path: Path, closed: str) -> None:
     assert (tmp_path / "file").exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_standard_error_that_takes_nothing_changes_no_exit_code(tmp_path: Path) -> None:
+    program = """if True:
+        import sys, vitx.cli
+
+        def app():
+            print("a warning", file=sys.stderr, flush=True)
+
+        vitx.cli.app = app
+        vitx.cli.main()
+    """
+    words = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", sys.executable, "-c", program]
+    assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
@@ -107,7 +108,7 @@ def _vitx_json(*arguments: object) -> dict[str, Any]:
 
 
 def _show(words: list[str]) -> None:
-    print(f"$ vitx {' '.join(words)}", file=sys.stderr, flush=True)
+    log(f"$ vitx {' '.join(words)}")
 
 
 def _served_top1(bundle: Path, images: ImageSet) -> float:

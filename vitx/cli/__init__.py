@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitx import __version__
+from vitx.core.console import Forgiving
 from vitx.core.errors import FULL_DISK, VitxError, naming_extra
 
 
@@ -117,11 +118,13 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
 
 
 def _open_standard_streams() -> None:
-    """Of those that were closed, as by `>&-`: a file of ours that had their numbers would get what is printed."""
+    """Open those that were closed, as by `>&-`: a file of ours that had their numbers would get what is printed."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115
+    if not isinstance(sys.stderr, Forgiving):  # also for progress bars, and the interpreter's flush at its end
+        sys.stderr = Forgiving(sys.stderr)
     if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a run must not fail for a name
 

@@ -5,8 +5,8 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TextIO
 
 
 class Progress(Protocol):
@@ -33,7 +33,7 @@ class _Lines:
             self.next_time = now + 10
             of = f"/{self.total}" if self.total else ""
             left = f", about {(now - self.start) * (self.total / done - 1):.0f} s left" if 0 < done < self.total else ""
-            print(f"{self.title}: {done}{of}{left} {note}".rstrip(), file=sys.stderr, flush=True)
+            log(f"{self.title}: {done}{of}{left} {note}".rstrip())
 
 
 @contextmanager
@@ -64,10 +64,30 @@ def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progres
         yield _Bar()
 
 
+class Forgiving:
+    """A stream that loses what it cannot take: a full disk, a reader that is gone, a terminal that was closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 def log(message: str, *, quiet: bool = False) -> None:
-    """One line on standard error."""
+    """One line on standard error, lost where that takes none: work goes on when nobody can read along any more."""
     if not quiet:
-        print(message, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
 
 def log_next(*words: object, quiet: bool = False) -> None:

@@ -187,6 +187,14 @@ def test_a_client_that_hangs_up_frees_its_place(tiny_bundle: Bundle) -> None:
         assert server.metric("vitx_images_total") < 5  # those that waited never ran
 
 
+def test_a_server_whose_log_nobody_reads_any_more_drains(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path) as server:
+        assert server.process.stderr is not None
+        server.process.stderr.close()
+        assert server.request("POST", PATH, body(7))[0] == 200
+        assert server.stop() == 0
+
+
 def test_sigterm_drains_in_flight_work_and_refuses_new(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
         probe = server.connect()

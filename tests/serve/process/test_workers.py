@@ -84,6 +84,17 @@ def test_a_killed_worker_loses_only_what_it_held_and_is_replaced(tiny_bundle: Bu
         wait_until(lambda: not Path(f"/proc/{before[1]}").exists())
 
 
+def test_a_service_whose_log_nobody_reads_any_more_goes_on(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        assert server.process.stderr is not None
+        server.process.stderr.close()
+        before = workers_of(server)
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server))
+        wait_until(lambda: reporting(server) == 2)
+        assert server.stop() == 0
+
+
 def test_a_worker_that_hangs_is_killed_and_replaced(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
         before = workers_of(server)

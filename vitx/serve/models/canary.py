@@ -86,9 +86,9 @@ async def replay_once(models: Iterable[Any], metrics: Metrics) -> None:
     for model in list(models):
         fault = await asyncio.to_thread(model.canary.fault)
         metrics.canaries.labels(*model.key, "pass" if fault is None else "fail").inc()
-        if (fault is None) is not (model.fault is None):
+        was, model.fault = model.fault, fault
+        if (fault is None) is not (was is None):
             found = "ready again" if fault is None else f"not ready: {fault}"
             log(f"vitx: model '{model.key[0]}' version {model.key[1]} is {found}")
             if model.cache is not None:
                 await model.cache.forget()  # before the fault was noticed answers may have been wrong
-        model.fault = fault

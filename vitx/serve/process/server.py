@@ -198,9 +198,9 @@ class Server:
         if self._draining is not None and self._link is None:  # a parent kills its workers itself
             log("vitx: stopped by a second signal")
             os._exit(128 + number)  # at once: threads that run a model cannot be interrupted
+        self._draining = self._draining or asyncio.create_task(self._drain())
         if self._link is None:
             log("vitx: draining; a second signal stops at once")
-        self._draining = self._draining or asyncio.create_task(self._drain())
 
     def _on_parent(self, link: WorkerLink) -> None:
         """Drain: the parent never writes, so its socket is readable when it closed its side or died."""
