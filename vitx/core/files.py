@@ -20,7 +20,7 @@ from typing import IO, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.page import fields
 
 _JSON_PIECE = 4096  # entries of a list: `json.dumps` of a million numbers holds all other threads up for 0.8 s
@@ -136,14 +136,20 @@ def remove_unfinished(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """`$VITX_CACHE`, else `vitx` in the user's cache folder of this system."""
+    """`$VITX_CACHE`, else `vitx` in the user's cache folder of this system.
+
+    Raises EnvironmentMissing for a user without a home: a container may run as one that the system does not know.
+    """
     if given := os.environ.get("VITX_CACHE"):
         return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "vitx"
-    if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/vitx"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitx"
+    try:
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "vitx"
+        if sys.platform == "darwin":
+            return Path.home() / "Library/Caches/vitx"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitx"
+    except RuntimeError:
+        raise EnvironmentMissing("no home folder: set VITX_CACHE to a folder that can be written") from None
 
 
 def apply_umask(path: Path) -> None:

@@ -11,7 +11,7 @@ from bundle_fixture import NumpySession
 from vitx.core import machine
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.certificate import Certificate, Verdict
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import cache_folder, write_json
 from vitx.parity.executables import first_load
 from vitx.parity.executables.first_load import certify_here, require_verdict
@@ -106,6 +106,11 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "vitx"
+    with monkeypatch.context() as without_user:
+        without_user.delenv("HOME")
+        without_user.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError, as of a user it does not know
+        with pytest.raises(EnvironmentMissing, match=r"^no home folder: set VITX_CACHE to a folder that can be "):
+            cache_folder()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert cache_folder() == tmp_path / "Library" / "Caches" / "vitx"
     monkeypatch.setattr(sys, "platform", "win32")

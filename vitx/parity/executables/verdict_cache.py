@@ -7,7 +7,7 @@ from pathlib import Path
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.certificate import Executable, Verdict
 from vitx.core.console import log
-from vitx.core.errors import VitxError
+from vitx.core.errors import EnvironmentMissing, VitxError
 from vitx.core.files import SealedRecord, cache_folder, read_sealed, sha256_bytes, write_json
 
 
@@ -32,7 +32,7 @@ def cached_verdicts(bundle: Bundle) -> list[Verdict]:
     """What was found here on executables of exactly this bundle, the newest last; damaged records are left out."""
     found = {}
     manifest = bundle.subject()[MANIFEST]
-    with suppress(OSError, RuntimeError):  # no cache, or a user without a home
+    with suppress(OSError, EnvironmentMissing):  # no cache, or a user without a home
         for path in sorted(_folder(manifest).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             with suppress(VitxError):
                 record = read_sealed(path, CachedVerdict, remedy="remove it")
@@ -53,15 +53,16 @@ def keep_verdict(bundle: Bundle, verdict: Verdict) -> None:
     _unwritten.get(_place(), {}).pop(key, None)
     try:
         write_json(_folder(manifest) / _name(verdict), record)
-    except (OSError, RuntimeError) as error:
+    except (OSError, EnvironmentMissing) as error:
         if _place() not in _unwritten:
-            log(f"vitx: the verdict is not kept ({error}): set VITX_CACHE to a folder that can be written")
+            why = f"{error}: set VITX_CACHE to a folder that can be written" if isinstance(error, OSError) else error
+            log(f"vitx: the verdict is not kept: {why}")
         _unwritten.setdefault(_place(), {})[key] = record
 
 
 def _place() -> Path | None:
     """The cache folder; None for a user without a home."""
-    with suppress(RuntimeError):
+    with suppress(EnvironmentMissing):
         return cache_folder()
     return None
 
