@@ -1,6 +1,7 @@
 """Locations: how names are joined, what is an image, and how often a remote object is tried."""
 
 import os
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,6 +93,16 @@ def test_above_a_link_is_above_what_it_leads_to(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not hasattr(os, "symlink"), reason="links")
+@pytest.mark.skipif(sys.platform == "win32", reason="removes a folder that is in use")
+def test_an_absolute_location_needs_no_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert absolute(f"{tmp_path}/images/") == f"{tmp_path}/images"
+    with pytest.raises(FileNotFoundError):
+        absolute("images")
+
+
 def test_a_pattern_of_this_machine_leaves_no_folder_out_and_goes_in_no_circle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,8 @@ def absolute(location: str) -> str:
     if is_url(location):
         return location
     above, dots, below = f"{location}/".rpartition("/../")
-    folder, name = (os.path.realpath(f"{above}/.."), below.strip("/")) if dots else (os.getcwd(), location)
+    here = "" if os.path.isabs(location) else os.getcwd()  # which may be gone, and none needs it then
+    folder, name = (os.path.realpath(f"{above}/.."), below.strip("/")) if dots else (here, location)
     # Of a pattern the folders above are none: they may have brackets or stars in their names.
     return os.path.abspath(os.path.join(folder if os.path.exists(location) else glob.escape(folder), name))
 
