@@ -102,6 +102,31 @@ def test_an_error_of_the_system_about_a_file_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("tempfile._candidate_tempdir_list = list; tempfile.gettempdir()", "no folder for temporary files can be "),
+        ("os.rmdir(os.getcwd()); os.getcwd()", "the working folder is gone: change to another one, or give absolute "),
+        ("[os.dup(0) for _ in range(20)]", "Too many open files: raise the limit of open files (ulimit -n)"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line_with_the_remedy(tmp_path: Path, program: str, said: str) -> None:
+    source = f"""if True:
+        import os, tempfile, vitx.cli
+
+        def app():
+            {program}
+
+        vitx.cli.app = app
+        vitx.cli.main()
+    """
+    (tmp_path / "here").mkdir()
+    words = ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", sys.executable, "-c", source]
+    ended = subprocess.run(words, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+    assert ended.stderr.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
     "arguments", [("eval", "LONG"), ("parity", "LONG"), ("predict", "LONG", "."), ("serve", "LONG", "--port", "0")]
 )
 def test_a_name_that_is_too_long_is_an_error_of_the_user_s(arguments: tuple[str, ...], tmp_path: Path) -> None:

@@ -129,6 +129,20 @@ def _open_standard_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a run must not fail for a name
 
 
+def _lacking(error: OSError) -> str | None:
+    """What this machine has none of, and what to do, where the system refused for that; None for another reason."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}: raise the limit of open files (ulimit -n)"
+    if error.errno == errno.ENOENT and error.filename is None:  # of no file that was given
+        if "temporary directory" in str(error):  # of `tempfile`, perhaps while a library is imported
+            return "no folder for temporary files can be written: set TMPDIR"
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working folder is gone: change to another one, or give absolute paths"
+    return None
+
+
 def _terminate(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
@@ -151,6 +165,9 @@ def main() -> None:
         print(f"error: {text}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
+        if (lacking := _lacking(error)) is not None:
+            print(f"error: {lacking}", file=sys.stderr)
+            sys.exit(3)
         where = f" '{error.filename}'" if error.filename else ""
         if error.errno in FULL_DISK:
             print(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged", file=sys.stderr)
