@@ -133,6 +133,20 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quiet.getvalue() == ""
 
 
+def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich draws no bar there, and nothing in its place."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    assert console.can_redraw(terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    assert not console.can_redraw(terminal)
+    with console.progress("train", 30) as bar:
+        monkeypatch.setattr(bar, "next_time", 0)
+        bar.update(7)
+    assert terminal.getvalue().startswith("train: 7/30")
+
+
 def test_a_table_on_a_terminal_is_as_wide_as_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

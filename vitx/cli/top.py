@@ -29,12 +29,12 @@ def command(
     import sys
     import time
 
-    from vitx.core.console import print_json
+    from vitx.core.console import can_redraw, print_json
     from vitx.serve.observe.top import ServerClient, snapshot
 
     server = ServerClient(url, _token(token_file), _checked_ca_file(ca_file), _token(metrics_token_file))
     before = server.read()
-    if not once and not as_json and sys.stdout.isatty():
+    if not once and not as_json and can_redraw(sys.stdout):
         _watch(server, before, interval)
         return
     time.sleep(interval)

@@ -36,13 +36,22 @@ class _Lines:
             log(f"{self.title}: {done}{of}{left} {note}".rstrip())
 
 
+def can_redraw(stream: TextIO) -> bool:
+    """Whether it is a terminal in which lines can be drawn again; with TERM=dumb, as in editors, it cannot."""
+    if not stream.isatty():
+        return False
+    from rich.console import Console
+
+    return Console(file=stream).is_interactive
+
+
 @contextmanager
 def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progress]:
     """Report the progress of `total` steps, 0 if nobody knows how many, on standard error."""
     if quiet:
         yield _Silent()
         return
-    if not sys.stderr.isatty():
+    if not can_redraw(sys.stderr):
         yield _Lines(title, total)
         return
     from rich.console import Console

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vitx.core.console import can_redraw
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record
 from vitx.core.run import RunFolder
@@ -63,7 +64,7 @@ def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
 
 def watch(run: RunFolder, pause: Callable[[], None]) -> None:
     """Show the run until it ends: redrawn in a terminal, else a line for each epoch and for the end."""
-    if sys.stdout.isatty():
+    if can_redraw(sys.stdout):
         from rich.live import Live
 
         with Live(auto_refresh=False) as live:
