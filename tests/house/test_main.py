@@ -153,6 +153,18 @@ def test_a_name_that_is_not_utf_8_is_an_error_of_the_user_s(
         vitx.cli.main()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere names are always UTF-8")
+def test_names_of_files_are_utf_8() -> None:
+    """In a locale of another encoding an image's name would be unreadable, or another in the table."""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-c", "from vitx.cli import main; main()", "--version"]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    said = "error: names of files are taken for ascii here, expected utf-8: set PYTHONUTF8=1\n"
+    assert (ended.returncode, ended.stderr) == (3, said)
+    ended = subprocess.run(words, env={**environment, "PYTHONUTF8": "1"}, check=False)
+    assert ended.returncode == 0
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from vitx import __version__
 from vitx.core.console import Forgiving
-from vitx.core.errors import FULL_DISK, VitxError, naming_extra
+from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, naming_extra
 
 
 class Verb(NamedTuple):
@@ -155,6 +155,8 @@ def main() -> None:
     _open_standard_streams()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        if codecs.lookup(encoding := sys.getfilesystemencoding()).name != "utf-8":
+            raise EnvironmentMissing(f"names of files are taken for {encoding} here, expected utf-8: set PYTHONUTF8=1")
         app()
     except VitxError as error:
         text = str(error)
