@@ -56,6 +56,17 @@ def test_a_line_that_standard_error_does_not_take_is_lost(monkeypatch: pytest.Mo
             stream.write("three")
 
 
+def test_a_name_of_a_file_does_nothing_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither an escape sequence, nor a line of its own, nor text from right to left."""
+    console.log("cannot open 'a\x1b]0;t\x07\r\nerror: b\x9b1m\u202egpj\tÄ'")
+    said = capsys.readouterr().err
+    assert said == r"cannot open 'a\x1b]0;t\x07\r\nerror: b\x9b1m\u202egpj" + "\tÄ'\n"
+    console.print_table("T\x1b[1m", ("c\x1b[2m",), [("a\x1b[31mred\nb",)])
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert r"a\x1b[31mred\nb" in shown
+
+
 def test_json_is_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_json({"name": "Größe", "values": [1, 2.5]})
     out = capsys.readouterr().out

@@ -161,7 +161,7 @@ def test_names_of_files_are_utf_8() -> None:
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     said = "error: names of files are taken for ascii here, expected utf-8: set PYTHONUTF8=1\n"
     assert (ended.returncode, ended.stderr) == (3, said)
-    ended = subprocess.run(words, env={**environment, "PYTHONUTF8": "1"}, check=False)
+    ended = subprocess.run(words, env={**environment, "PYTHONUTF8": "1"}, capture_output=True, text=True, check=False)
     assert ended.returncode == 0
 
 

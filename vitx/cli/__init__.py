@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitx import __version__
-from vitx.core.console import Forgiving
+from vitx.core.console import Forgiving, log
 from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, naming_extra
 
 
@@ -164,19 +164,19 @@ def main() -> None:
             from vitx.core.urls import without_password
 
             text = without_password(text)
-        print(f"error: {text}", file=sys.stderr)
+        log(f"error: {text}")
         sys.exit(error.exit_code)
     except OSError as error:
         if (lacking := _lacking(error)) is not None:
-            print(f"error: {lacking}", file=sys.stderr)
+            log(f"error: {lacking}")
             sys.exit(3)
         where = f" '{error.filename}'" if error.filename else ""
         if error.errno in FULL_DISK:
-            print(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged", file=sys.stderr)
+            log(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged")
             sys.exit(3)
         if error.errno not in _NOT_USABLE:
             raise
-        print(f"error: cannot use{where}: {error.strerror}", file=sys.stderr)
+        log(f"error: cannot use{where}: {error.strerror}")
         sys.exit(2)
     except UnicodeEncodeError as error:
         if not any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):

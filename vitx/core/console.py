@@ -1,12 +1,21 @@
 """What a person sees: a progress bar on a terminal, plain lines elsewhere, tables, and JSON for machines."""
 
 import json
+import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
+
+# What a terminal obeys or hides: control characters but the tab, and marks that turn the direction of text.
+_UNSEEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """One line, with a stranger's control characters as `\\x1b` and `\\n`: the name of a file may have them."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Progress(Protocol):
@@ -64,11 +73,11 @@ def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progres
     )
     columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note_column)
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total or None, note="")
+        task = bar.add_task(visible(title), total=total or None, note="")
 
         class _Bar:
             def update(self, done: int, note: str = "") -> None:
-                bar.update(task, completed=done, note=note)
+                bar.update(task, completed=done, note=visible(note))
 
         yield _Bar()
 
@@ -93,10 +102,10 @@ class Forgiving:
 
 
 def log(message: str, *, quiet: bool = False) -> None:
-    """One line on standard error, lost where that takes none: work goes on when nobody can read along any more."""
+    """One `visible` line on standard error, lost where that takes none: work goes on when nobody can read along."""
     if not quiet:
         with suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
+            print(visible(message), file=sys.stderr, flush=True)
 
 
 def log_next(*words: object, quiet: bool = False) -> None:
@@ -116,12 +125,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", show_header=any(columns))
+    table = Table(title=Text(visible(title)), title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
-        table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(Text(visible(column)), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*[Text(f"{cell:.5g}" if isinstance(cell, float) else str(cell)) for cell in row])
+        table.add_row(*[Text(f"{cell:.5g}" if isinstance(cell, float) else visible(str(cell))) for cell in row])
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
