@@ -224,7 +224,7 @@ def test_a_client_that_is_allowed_no_more_resumes_no_session(
 
         def answers() -> bool:
             with suppress(OSError, http.client.HTTPException):
-                return now.request("GET", "/v2/health/live")[0] == 200
+                return bool(now.request("GET", "/v2/health/live")[0] == 200)
             return False
 
         wait_until(answers)
