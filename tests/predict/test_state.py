@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -374,6 +376,42 @@ def test_a_damaged_ledger_is_refused_and_left_there(tmp_path: Path, images: Path
     with pytest.raises(InputError, match=message), opened(out) as ledger:
         names(ledger)
     assert (out / STATE / LEDGER).read_bytes() == damaged
+
+
+@pytest.mark.parametrize("reason", ["unable to open database file", "attempt to write a readonly database"])
+def test_a_ledger_that_may_not_be_written_is_not_called_damaged(tmp_path: Path, images: Path, reason: str) -> None:
+    """Nobody shall be told to overwrite a finished run. Made so that it holds for root, whom no mode keeps out."""
+    out = tmp_path / "out"
+    with opened(out) as ledger:
+        opened_run(ledger, out, settings_of(images))
+    path = out / STATE / LEDGER
+    if reason.startswith("unable"):
+        path.unlink()
+        path.mkdir()
+
+    def work(ledger: Ledger) -> None:
+        ledger._connection.execute("PRAGMA query_only = 1")
+        ledger.retry_errors()
+
+    with pytest.raises(InputError) as raised, opened(out) as ledger:
+        work(ledger)
+    assert str(raised.value) == (
+        f"cannot write to '{path}' ({reason}): make that file and its folder writable for you, or choose another folder"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of Unix")
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_ledger_has_the_mode_of_the_umask(tmp_path: Path, images: Path, umask: int, again: bool) -> None:
+    """SQLite would make it 0644, which keeps the others of a group from going on with the run."""
+    before = os.umask(umask)
+    try:
+        with opened(tmp_path, overwrite=again) as ledger:
+            opened_run(ledger, tmp_path, settings_of(images))
+    finally:
+        os.umask(before)
+    assert (tmp_path / STATE / LEDGER).stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_a_ledger_that_is_damaged_while_it_is_used_is_left_there(tmp_path: Path, images: Path) -> None:

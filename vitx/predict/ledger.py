@@ -18,7 +18,7 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, count, islice
 from pathlib import Path
@@ -121,6 +121,8 @@ class Ledger:
 
     def _connect(self, path: Path) -> None:
         self.path = path
+        with suppress(PermissionError, FileNotFoundError):  # then SQLite says it
+            path.touch()  # SQLite would make it 0644 whatever the umask, and the others of a group could not go on
         # isolation_level None: no implicit BEGIN.
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:

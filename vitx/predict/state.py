@@ -26,6 +26,8 @@ from vitx.predict.summary import SUMMARY
 STATE, LEDGER, AGREEMENT = ".vitx", "ledger.sqlite", "shards.json"
 # With --overwrite the ledger of the new run, until all is checked and the old one is removed.
 NEW_LEDGER = f"{LEDGER}.new"
+# What SQLite says of a file that is whole, but not this user's to write.
+_NO_ACCESS = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
 
 
 @contextmanager
@@ -71,6 +73,9 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                         folder.rmdir()
             if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
                 raise
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ACCESS:
+                again = "make that file and its folder writable for you, or choose another folder"
+                raise InputError(f"cannot write to '{state / LEDGER}' ({error}): {again}") from None
             again = "choose another folder, or pass --overwrite"
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
