@@ -166,6 +166,63 @@ def test_files_with_different_columns_are_one_table(tiny_bundle: Bundle, tmp_pat
     assert found["split"].to_pylist() == [None] * 7 + ["x"] * 6 + [None] * 6
 
 
+REQUIRED = pa.struct([pa.field("lat", pa.float64(), nullable=False), pa.field("lon", pa.float64())])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (REQUIRED, {"lat": 1.0, "lon": None}),
+        (pa.struct([pa.field("a", REQUIRED, nullable=False)]), {"a": {"lat": 1.0, "lon": 2.0}}),
+        (pa.list_(pa.field("element", REQUIRED, nullable=False)), [{"lat": 1.0, "lon": 2.0}]),
+        (pa.list_(pa.field("element", REQUIRED, nullable=False), 1), [{"lat": 1.0, "lon": 2.0}]),
+        (pa.map_(pa.string(), pa.field("value", REQUIRED, nullable=False)), [("k", {"lat": 1.0, "lon": 2.0})]),
+    ],
+    ids=str,
+)
+def test_required_fields_are_null_in_rows_without_a_value(
+    tiny_bundle: Bundle, tmp_path: Path, kind: Any, value: Any
+) -> None:
+    (tmp_path / "in").mkdir()
+    options = {"incremental": True}
+    for name, columns in {"a": {"gps": pa.array([value] * 6, kind)}, "b": {}}.items():
+        pq.write_table(table(**columns), tmp_path / "in" / f"{name}.parquet", row_group_size=4)
+        run(tiny_bundle, tmp_path / "in", tmp_path / "out", **options)
+    pq.write_table(table(gps=pa.array([value] * 6, kind)), tmp_path / "in" / "c.parquet")
+    broken = pa.table({"image": [b"", *IMAGES[1:]], "gps": pa.array([value] * 6, kind)})
+    pq.write_table(broken, tmp_path / "in" / "d.parquet")
+    run(tiny_bundle, tmp_path / "in", tmp_path / "out", **options)
+    pq.write_table(table(gps=pa.array([value] * 6, kind)), tmp_path / "in" / "d.parquet")
+    run(tiny_bundle, tmp_path / "in", tmp_path / "out", retry_errors=True, **options)
+    found = sorted(output(tmp_path / "out").to_pylist(), key=lambda row: str(row["path"]))
+    assert [row["gps"] for row in found] == [*[value] * 6, *[None] * 6, *[value] * 12]
+    assert [row["error"] for row in found] == [None] * 24
+
+
+def test_a_field_that_one_file_requires_is_of_one_type_with_the_others(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    free = pa.struct([one.with_nullable(True) for one in REQUIRED])
+    for name, kind in {"a": REQUIRED, "b": free}.items():
+        pq.write_table(table(gps=pa.array([{"lat": 1.0}] * 6, kind)), tmp_path / f"{name}.parquet")
+    run(tiny_bundle, tmp_path / "*.parquet", tmp_path / "out")
+    assert output(tmp_path / "out")["gps"].type == free
+
+
+def test_rows_of_damaged_pages_are_null_where_fields_are_required(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    pq.write_table(
+        table(gps=pa.array([{"lat": 1.0}] * 6, REQUIRED)),
+        tmp_path / "a.parquet",
+        row_group_size=3,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    content = (tmp_path / "a.parquet").read_bytes()
+    at = content.rindex(IMAGES[5])
+    (tmp_path / "a.parquet").write_bytes(content[:at] + bytes(8) + content[at + 8 :])
+    assert run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out").errors == 3
+    assert output(tmp_path / "out")["gps"].to_pylist() == [{"lat": 1.0, "lon": None}] * 3 + [None] * 3
+
+
 def test_a_column_of_two_types_is_refused_with_both_files(tiny_bundle: Bundle, tmp_path: Path) -> None:
     pq.write_table(table(label=[0] * 6), tmp_path / "a.parquet")
     pq.write_table(table(label=["x"] * 6), tmp_path / "b.parquet")

@@ -82,7 +82,8 @@ def list_tables(
 def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple[Any, str]], *, again: bool) -> None:
     """Add the columns of a file to those that go on."""
     asked, taken = columns.copied, columns.taken
-    fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
+    wanted = (one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked))
+    fields = [one.with_type(_nullable(one.type)) for one in wanted]
     # DuckDB and Spark do not tell upper case from lower.
     lower = [one.lower() for one in schema.names]
     clear = [one.name for one in fields if one.name.lower() not in taken and lower.count(one.name.lower()) == 1]
@@ -114,6 +115,13 @@ def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple
                 f"the column '{field.name}' is {field.type} in {name} and {kind} in {where}: expected one type; "
                 "leave it out by naming the columns to copy with --columns"
             )
+
+
+def _nullable(kind: Any) -> Any:
+    """The type; of a struct without required fields, which could not be null in rows without a value."""
+    if not types.is_struct(kind):
+        return kind
+    return pa.struct([one.with_type(_nullable(one.type)).with_nullable(True) for one in kind])
 
 
 def schema_to_text(schema: Any) -> str | None:
@@ -203,7 +211,7 @@ def _as_listed(batch: Any, schema: Any) -> Any:
     """The columns of `schema`; null are those that the file lacks."""
     there = batch.schema.names
     columns = [batch.column(one.name) if one.name in there else pa.nulls(len(batch), one.type) for one in schema]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)  # which casts a column of nulls
+    return pa.RecordBatch.from_arrays(columns, schema=schema)  # which casts a column of nulls, or to `_nullable`
 
 
 def _image(value: Any, folder: str) -> str | bytes | ImageError:
