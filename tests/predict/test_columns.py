@@ -304,6 +304,7 @@ def test_keys_and_columns_are_the_same_for_all_processes_of_a_run(tiny_bundle: B
 def test_a_part_that_is_made_again_has_the_same_columns(tiny_bundle: Bundle, tmp_path: Path) -> None:
     """By a process that did not list the input, and in the rows that --retry-errors keeps."""
     columns = {"kind": pa.array(list("xyxyxy")).dictionary_encode(), "who": [{"a": [index]} for index in range(6)]}
+    columns["tensor"] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24, dtype=np.float32).reshape(6, 2, 2))
     paths = [{"bytes": None, "path": f"{index}.png"} for index in range(6)]
     pq.write_table(pa.table({"image": paths} | columns), tmp_path / "a.parquet")
     for index, data in enumerate(IMAGES):
@@ -315,7 +316,9 @@ def test_a_part_that_is_made_again_has_the_same_columns(tiny_bundle: Bundle, tmp
     found = output(tmp_path / "out")
     assert found["kind"].to_pylist() == list("xyxyxy")
     assert found["who"].to_pylist() == columns["who"]
-    assert found["kind"].type == columns["kind"].type
+    for name in ("kind", "tensor"):
+        assert found[name].type == columns[name].type
+    assert found["tensor"].to_pylist() == columns["tensor"].to_pylist()
 
 
 def test_a_table_whose_columns_change_after_it_was_listed_gives_rows_with_the_reason(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ class KeptRows:
 
 def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
     """A function that gives the next so many rows of a Parquet file, or what is left; it is read by blocks."""
-    batches, rest = file.iter_batches(block), file.schema_arrow.remove_metadata().empty_table()
+    # `empty_table` knows no column of tensors.
+    batches, rest = file.iter_batches(block), pa.Table.from_batches([], file.schema_arrow.remove_metadata())
 
     def take(count: int) -> Any:
         nonlocal rest
