@@ -1,6 +1,7 @@
 """Columns of Parquet files: keys of the user's own, and what goes on to the output."""
 
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,28 @@ def test_a_column_of_keys_may_have_the_name_of_ours(tiny_bundle: Bundle, tmp_pat
     run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", key="path")
     assert output(tmp_path / "out").schema.names == [*OURS, "label"]
     assert output(tmp_path / "out")["path"].to_pylist() == list("abcdef")
+
+
+def test_keys_with_backslashes_are_as_they_were(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """Names with a \\xNN are escaped, so that no two are one `path`: keys have no bytes that are not UTF-8."""
+    keys = ["D:\\xae\\1.png", "\\xff", "\\\\xff", "a\nb", "ö\\x00", "\\"]
+    images = [b"", *IMAGES[1:]]
+    for data in (images, IMAGES):
+        pq.write_table(pa.table({"image": pa.array(data, pa.binary()), "id": keys}), tmp_path / "a.parquet")
+        found = run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", key="id", retry_errors=data is IMAGES)
+        assert (found.errors, found.images_here) == ((0, 6) if data is IMAGES else (1, 6))
+        assert output(tmp_path / "out")["path"].to_pylist() == keys
+
+
+def test_the_row_of_a_name_that_is_not_utf8_is_kept(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    source, name = tmp_path / "in", os.fsdecode(b"\xff\\.png")
+    source.mkdir()
+    for first, second in ((IMAGES[0], b""), (b"damaged since", IMAGES[1])):
+        (source / name).write_bytes(first)
+        (source / "b.png").write_bytes(second)
+        found = run(tiny_bundle, source, tmp_path / "out", retry_errors=second != b"")
+        assert found.errors == (0 if second else 1)
+    assert output(tmp_path / "out")["path"].to_pylist() == ["b.png", "\\xff\\\\.png"]
 
 
 @pytest.mark.parametrize("name", ["path", "Class", "ERROR", "logits"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from vitx.core.files import sync
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.inputs.stores import escape_invalid_utf8
 from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.outputs import parts
@@ -26,7 +27,6 @@ from vitx.predict.outputs.parts import (
     Part,
     PartWriter,
     Rows,
-    escape_invalid_utf8,
     output_schema,
     part_path,
     rank,
@@ -99,11 +99,11 @@ def test_values_of_float32_stay_what_they_are(out: Path) -> None:
     assert table["embeddings"].to_pylist() == (-values[:, :2]).tolist()
 
 
-def test_names_that_are_not_utf8_are_escaped_in_both_columns(out: Path) -> None:
+def test_a_name_that_is_not_utf8_is_escaped_in_an_error(out: Path) -> None:
     writer = PartWriter(out, 1, LABELS)
-    writer.add(Rows(["\udcff/ö"], ["no \udce9"], np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)))
+    writer.add(Rows(["a\\xff"], ["no \udce9"], np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)))
     (row,) = pq.read_table(writer.finish().temporary).to_pylist()
-    assert (row["path"], row["error"]) == ("\\xff/ö", "no \\xe9")
+    assert (row["path"], row["error"]) == ("a\\xff", "no \\xe9")
     assert escape_invalid_utf8("plain\\xff") == "plain\\\\xff"
     assert escape_invalid_utf8("a\\b\\xyz ö") == "a\\b\\xyz ö"
 
@@ -234,18 +234,6 @@ def test_only_the_file_that_was_recorded_is_kept(out: Path) -> None:
     assert KeptRows.of(part.path, part.record.digest) is not None
     for path, digest in ((part.path, "other"), (part.path, None), (out / "gone", part.record.digest)):
         assert KeptRows.of(path, digest) is None
-
-
-def test_a_name_that_is_not_utf8_is_kept(out: Path) -> None:
-    none = np.zeros((0, 2))
-    one = Rows(["\udcff"], [None], np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
-    writer = PartWriter(out, 3, LABELS)
-    writer.add(one)
-    writer.add(Rows(["b"], ["bad"], none.astype(np.int32), none.astype(np.float32)))
-    part = writer.finish()
-    kept = KeptRows.of(part.temporary, part.record.digest)
-    assert kept is not None
-    assert [kept.keep("\udcff"), kept.keep("b"), kept.keep("\udcff")] == [True, False, False]
 
 
 def test_a_group_without_a_readable_image_has_null_lists(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

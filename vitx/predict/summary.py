@@ -10,10 +10,9 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record, read_record, sha256_file, write_json
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import shown
+from vitx.predict.inputs.stores import escape_invalid_utf8, shown
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import Share
-from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Performance
 from vitx.predict.pipeline.stages import busiest

@@ -217,15 +217,16 @@ def read_shard(
     listing: see `names_of`. versions: of tar and Parquet files; of single images `read_item` tells them. What cannot be
     read is an Item with the error for each listed row, or one for the rest of a file whose images were not counted.
     """
+    named = stores.escape_invalid_utf8  # not keys of the user's own: those are valid, and to be found again as they are
     if shard.kind == "images":
-        yield from (Item(name, stores.join(base, name)) for name in names_of(shard, listing))
+        yield from (Item(named(name), stores.join(base, name)) for name in names_of(shard, listing))
         return
     version = stores.version_of(stores.join(base, shard.location), stopped) if versions else None
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
         if shard.kind == "parquet":
             for image, key, copied in read_rows(shard, base, columns, stopped):
-                yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied, version)
+                yield Item(named(f"{shard.location}/{row:07d}") if key is None else key, image, copied, version)
                 row += 1
         else:
             seen: Counter[int] = Counter()  # of hashes: a million names would take more memory
@@ -233,7 +234,7 @@ def read_shard(
                 for name, content in tar_images(file, skipped, stopped):
                     seen[hash(name)] += 1
                     place = "" if seen[hash(name)] == 1 else f"/{seen[hash(name)]}"  # which is the name of no image
-                    yield Item(f"{shard.location}/{name}{place}", content, version=version)
+                    yield Item(named(f"{shard.location}/{name}{place}"), content, version=version)
         return
     except InputError as error:  # about the columns of a Parquet file
         reason = ImageError(str(error))
@@ -244,9 +245,9 @@ def read_shard(
         kind = stores.Gone if isinstance(error, FileNotFoundError) else ImageError
         reason = kind(f"cannot read the {where}: {error}")
     if shard.count is None:
-        yield Item(shard.location, reason, version=version)
+        yield Item(named(shard.location), reason, version=version)
     for lost in range(row, end):
-        yield Item(f"{shard.location}/{lost:07d}", reason, version=version)
+        yield Item(named(f"{shard.location}/{lost:07d}"), reason, version=version)
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:

@@ -31,6 +31,7 @@ Above = frozenset[tuple[int, int]]
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 # As `glob.escape` writes a character of a pattern that means itself.
 _ESCAPED = re.compile(r"\[([*?[])\]")
+_ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
 
 class Gone(ImageError):
@@ -63,6 +64,14 @@ def absolute(location: str) -> str:
 def shown(location: str) -> str:
     """What a message or a summary says of it: without password and query, if it is a URL."""
     return without_password(location) if is_url(location) else location
+
+
+def escape_invalid_utf8(name: str) -> str:
+    """A file name with bytes that are not UTF-8 as \\xNN; one that then has a \\xNN has its own backslashes doubled."""
+    if name.isascii() and "\\x" not in name:  # most names, a million times
+        return name
+    doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return doubled if _ESCAPED_BYTE.search(doubled) else name
 
 
 def is_image_name(name: str) -> bool:

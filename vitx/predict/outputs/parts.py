@@ -5,7 +5,6 @@ Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
 
 import itertools
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ import pyarrow.types as types
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
+from vitx.predict.inputs.stores import escape_invalid_utf8
 from vitx.predict.ledger import EVERY_ROW, ShardRecord
 from vitx.predict.options import WHOLE, Share
 from vitx.runtimes.session import Float32Array
@@ -33,8 +33,6 @@ ROW_GROUP, COPIED_BYTES = 8192, 64 << 20
 LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
 # The column of what was read, see `version_of`.
 VERSION = "source_version"
-
-_ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -48,14 +46,6 @@ def read_column(out: Path, shard: int, name: str) -> Iterator[str | None]:
     with part_path(out, shard).open("rb") as file:
         for batch in pq.ParquetFile(file).iter_batches(columns=[name]):
             yield from batch.column(0).to_pylist()
-
-
-def escape_invalid_utf8(name: str) -> str:
-    """A file name with bytes that are not UTF-8 as \\xNN; one that then has a \\xNN has its own backslashes doubled."""
-    if name.isascii() and "\\x" not in name:  # most names, a million times
-        return name
-    doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return doubled if _ESCAPED_BYTE.search(doubled) else name
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,7 @@ class KeptRows:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
         row = len(self._kept)
         again = row in self._again or EVERY_ROW in self._again
-        kept = row < len(self._keys) and not again and self._keys[row] == escape_invalid_utf8(key)
+        kept = row < len(self._keys) and not again and self._keys[row] == key
         self._kept.append(kept)
         return kept
 
@@ -247,7 +237,7 @@ def remove_leftovers(out: Path, share: Share = WHOLE) -> None:
 
 
 def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> Any:
-    keys = [escape_invalid_utf8(key) for rows in batches for key in rows.keys]
+    keys = [key for rows in batches for key in rows.keys]
     errors = [None if error is None else escape_invalid_utf8(error) for rows in batches for error in rows.errors]
     indices = np.concatenate([rows.indices for rows in batches])
     scores = np.concatenate([rows.scores for rows in batches])
