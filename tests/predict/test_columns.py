@@ -93,6 +93,39 @@ def test_a_column_of_keys(tiny_bundle: Bundle, tmp_path: Path, values: list[Any]
     assert found["id"].to_pylist() == values
 
 
+VIEWS = pa.struct([("bytes", pa.binary_view()), ("path", pa.string_view())])
+
+
+@pytest.mark.parametrize(
+    ("images", "keys"),
+    [
+        (pa.array(IMAGES, pa.binary_view()), pa.array(list("fedcba"), pa.string_view())),
+        (pa.array(IMAGES).dictionary_encode(), pa.array(list("fedcba")).dictionary_encode()),
+        (pa.array([{"bytes": data} for data in IMAGES], VIEWS), pa.array(list("fedcba"), pa.large_string())),
+        (pa.array(IMAGES, pa.large_binary()), pa.DictionaryArray.from_arrays(range(6), list("fedcba"))),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_images_and_keys_in_every_type_of_bytes_and_text(
+    tiny_bundle: Bundle, tmp_path: Path, images: Any, keys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views, and dictionaries, as pandas' categories are."""
+    pq.write_table(table(), tmp_path / "plain.parquet")
+    run(tiny_bundle, tmp_path / "plain.parquet", tmp_path / "plain")
+    expected = output(tmp_path / "plain")["class"].to_pylist()
+    given = pa.table({"image": images, "id": keys})
+    pq.write_table(given, tmp_path / "a.parquet")  # in one group: pyarrow cannot slice a struct of views
+    run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "default", key="id")
+    assert output(tmp_path / "default").schema.names == [*OURS, "id"]  # bytes go on only if they are named
+    monkeypatch.setattr(parts, "ROW_GROUP", 3)
+    run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", key="id", columns="id,image")
+    found = output(tmp_path / "out")
+    assert found["path"].to_pylist() == found["id"].to_pylist() == list("fedcba")
+    assert found["class"].to_pylist() == expected
+    assert found["image"].to_pylist() == given["image"].to_pylist()
+    assert found.select(["image", "id"]).schema.types == pq.read_schema(tmp_path / "a.parquet").types
+
+
 def test_a_column_of_keys_may_have_the_name_of_ours(tiny_bundle: Bundle, tmp_path: Path) -> None:
     pq.write_table(table(path=list("abcdef"), label=list(range(6))), tmp_path / "a.parquet")
     run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", key="path")

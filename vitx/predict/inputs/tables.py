@@ -226,7 +226,12 @@ def _may_hold_images(kind: Any) -> bool:
     if types.is_struct(kind):
         index = kind.get_field_index("bytes")
         return index >= 0 and (types.is_null(kind[index].type) or _may_hold_images(kind[index].type))
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+    kind = _value_type(kind)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _value_type(kind: Any) -> Any:
+    return kind.value_type if types.is_dictionary(kind) else kind
 
 
 def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
@@ -238,8 +243,9 @@ def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
         some = ", ".join(found) or "none"
         wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
         raise InputError(f"{has}, of which {some} may hold images: expected {wanted}; name it with --image-column")
-    kinds = [field.type for field in schema if field.name == key]
-    texts = [kind for kind in kinds if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind)]
+    kinds = [_value_type(field.type) for field in schema if field.name == key]
+    of_keys = (types.is_string, types.is_large_string, types.is_string_view, types.is_integer)
+    texts = [kind for kind in kinds if any(is_one(kind) for is_one in of_keys)]
     if key is not None and (len(kinds), len(texts)) != (1, 1):
         raise InputError(f"{has}: expected one named '{key}' of strings or integers, as --key asks")
     chosen = preferred[0] if given is None else given
