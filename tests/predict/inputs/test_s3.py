@@ -226,6 +226,12 @@ def test_odd_keys_are_predicted_skipped_or_rows_and_patterns_match_objects_alone
     assert found("in/*.png", "pattern") == ({*odd, *NAMES} - inside, {}, 0)
     assert found("in/**.png", "stars") == ({*odd, *NAMES} - inside, {}, 0)
     assert found("in/**/[y-z].png", "deep") == ({"f.png/y.png"}, {}, 0)
+    for name in ("/e.png", "a//b/e.png", "a//.b/e.png", "//e.png"):
+        store.put(f"in/{name}", IMAGES[0])
+    empty = {"/e.png", "a//b/e.png", "//e.png"}
+    assert found("in/**/*.png", "empty") == ({*odd, *NAMES} | empty, {}, 0)
+    assert found("in/**", "all")[0] == found("in", "below")[0] == {*odd, *NAMES} | empty
+    assert found("*n/**/e.png", "bucket") == (empty, {}, 0)
 
 
 # What is asked, answered in another way; and what the one row with an error says of it.

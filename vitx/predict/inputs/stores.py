@@ -158,8 +158,11 @@ def expand(pattern: str) -> Iterator[str]:
 
     found = _entries(system, fixed, enters)
     if system is not None and _finds_prefixes(system):
-        matched = (_look(_location(system, path), "glob", detail=True) or {}).items()
-        found = ((name[len(fixed) + 1 :], entry) for name, entry in matched if entry["type"] != "directory")
+        # A glob leaves out keys below an empty name; but without ** it does not list what is below.
+        question, where = ("find", fixed) if "**" in parts else ("glob", path)
+        matched = (_look(_location(system, where), question, detail=True) or {}).items()
+        there = ((name, entry) for name, entry in matched if name.startswith(f"{fixed}/"))
+        found = ((name[len(fixed) + 1 :], entry) for name, entry in there if entry["type"] != "directory")
     for name, entry in found:
         if isinstance(entry, Exception) or (_match(name.split("/"), parts) and not is_hidden(name)):
             yield _location(system, f"{fixed}/{name}")
