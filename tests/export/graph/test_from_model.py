@@ -323,3 +323,24 @@ def test_a_network_may_have_no_parameters_but_one_output(tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"the network returns 2 tensors: expected one, logits \(N, C\)"):
         onnx_from_model(two, pixels, tuple("abcde"), tmp_path / "two.onnx")
     assert not (tmp_path / "two.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("pool", "labels", "message"),
+    [
+        (
+            "",
+            LABELS,
+            r"the network returns \(N, 64, 10\): expected one vector of logits an image, \(N, 10\); give it a",
+        ),
+        ("", (), r"the network returns \(N, 64, 10\): expected one vector of logits an image, \(N, C\);"),
+        ("avg", LABELS[1:], r"the network returns \(N, 10\): expected one vector of logits an image, \(N, 9\);"),
+    ],
+)
+def test_a_network_gives_each_image_one_logit_a_class(
+    tmp_path: Path, pool: str, labels: tuple[str, ...], message: str
+) -> None:
+    model = timm.create_model("deit_digits", depth=1, global_pool=pool).eval()
+    with pytest.raises(InputError, match=message):
+        onnx_from_model(ImageClassifier(model, PREPROCESSING).eval(), PREPROCESSING, labels, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

@@ -57,9 +57,10 @@ def onnx_from_model(
     Labels and preprocessing go into the metadata properties. The file passes ONNX's full check. `opset` decides the
     form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
 
-    Raises InputError for an opset outside 18 to 24 and for a network that PyTorch's exporter cannot trace. Raises
-    CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, or (with
-    `check`, which runs it in ONNX Runtime) differs from the network at batches that were never traced.
+    Raises InputError for an opset outside 18 to 24, and for a network that PyTorch's exporter cannot trace, or that
+    returns anything but one vector an image, with as many logits as there are labels (any number if there are none).
+    Raises CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, or
+    (with `check`, which runs it in ONNX Runtime) differs from the network at batches that were never traced.
     """
     model = graph_of(classifier, preprocessing, opset=opset)
     model.metadata_props.update(
@@ -69,6 +70,7 @@ def onnx_from_model(
         }
     )
     _require_dynamic_batch(model)
+    _require_logits(model, len(labels))
     write_onnx(model, path)
     onnx.checker.check_model(str(path), full_check=True)
     if check:
@@ -156,8 +158,20 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
 
 
 def _require_dynamic_batch(model: Any) -> None:
-    if len(model.graph.outputs) != 1:
-        raise InputError(f"the network returns {len(model.graph.outputs)} tensors: expected one, logits (N, C)")
     for value in (*model.graph.inputs, *model.graph.outputs):
         if isinstance(value.shape[0], int):
             raise CheckFailed(f"the traced graph fixed the batch of '{value.name}' to {value.shape[0]}")
+
+
+def _require_logits(model: Any, classes: int) -> None:
+    """Raise InputError unless the network returns one vector an image, of so many `classes` if these are known."""
+    outputs = model.graph.outputs
+    if len(outputs) != 1:
+        raise InputError(f"the network returns {len(outputs)} tensors: expected one, logits (N, C)")
+    shape = outputs[0].shape
+    if len(shape) != 2 or (classes and shape[1] != classes):
+        found = ", ".join(["N", *(str(dim) if isinstance(dim, int) else str(dim.value) for dim in shape[1:])])
+        raise InputError(
+            f"the network returns ({found}): expected one vector of logits an image, (N, {classes or 'C'}); "
+            "give it a pooling (--model-arg global_pool=avg, where it takes one) and one output a class"
+        )
