@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bundle_fixture import write_bundle
 from vitx.core.bundle import Bundle
@@ -77,6 +78,16 @@ def test_a_network_of_ours_names_what_has_to_be_imported(tmp_path: Path, tiny_bu
     assert "95 % interval" in card
     assert "| ONNX graph against these weights | pass: " in card
     write_hub_folder(request, tiny_bundle, folder)  # in the place of the older one
+
+
+def test_a_network_whose_layers_share_weights_is_written_whole(tmp_path: Path, bundle: Bundle) -> None:
+    arguments = "img_size=32&embed_dims=[8,8,8,8]&serial_depths=[2,1,1,1]"
+    request = SourceRequest(f"model:timm/coat_lite_tiny?{arguments}", weights="random")
+    state = request.load().model.state_dict()
+    assert len({value.data_ptr() for value in state.values()}) < len(state)
+    written = load_file(write_hub_folder(request, bundle, tmp_path / "hub") / "model.safetensors")
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[key], value) for key, value in state.items())
 
 
 def test_what_timm_would_compute_otherwise_is_not_written(

@@ -271,6 +271,15 @@ def test_weights_are_saved_as_they_are_seen(tmp_path: Path) -> None:
     assert read_weights(tmp_path / "w.safetensors")["weight"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_weights_that_layers_share_are_saved_for_each(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    save_weights(model, tmp_path / "w.safetensors")
+    saved, state = read_weights(tmp_path / "w.safetensors"), model.state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[key], value) for key, value in state.items())
+
+
 def test_the_statistics_of_a_network_at_its_own_size_stay(tmp_path: Path) -> None:
     source, target = randomize(network()), network()
     save_weights(source, tmp_path / "w.safetensors")

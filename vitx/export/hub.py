@@ -17,6 +17,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import apply_umask, check_folder, staged_folder, write_bytes, write_json
 from vitx.export.hub_card import CARD, CONFIG, WEIGHTS, TimmForm, model_card
 from vitx.models.attention import PlainAttention
+from vitx.models.build import separate
 from vitx.models.source import Source, SourceRequest
 from vitx.models.vit import VisionTransformer
 
@@ -52,7 +53,7 @@ def write_hub_folder(request: SourceRequest, bundle: Bundle, out: Path) -> Path:
     check_hub_folder(out)
     source = request.load()
     form = _form(source)
-    tensors = {key: value.contiguous() for key, value in source.model.state_dict().items()}
+    tensors = separate(source.model.state_dict())
     if not form.imports:
         tensors = {key: value for key, value in tensors.items() if not key.startswith("patch_head.")}
     _require_equal(source, form, tensors)

@@ -1,5 +1,6 @@
 """From a specification or a run folder to a network with its weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from vitx.core.errors import UNUSABLE, InputError, first_line, unknown_name
 from vitx.core.options import Checkpoint
@@ -43,6 +44,16 @@ def load_weights(model: nn.Module, path: Path) -> None:
             f"({found.get(first, 'absent')} in the file, {expected.get(first, 'absent')} in the model)"
         )
     model.load_state_dict(state)
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, each with memory of its own, as a safetensors file needs them.
+
+    Layers may share weights (CoaT's position encodings), which no such file can say.
+    """
+    found = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    first = {value.data_ptr(): key for key, value in reversed(found.items())}
+    return {key: value if first[value.data_ptr()] == key else value.clone() for key, value in found.items()}
 
 
 def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Module, CheckpointState]:

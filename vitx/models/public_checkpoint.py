@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_line
 from vitx.core.files import write_bytes
 from vitx.core.run import ModelSpec
+from vitx.models.build import separate
 from vitx.models.recalibration import set_closed_form_means
 
 # Classifiers: a checkpoint may lack them, or have them for another number of classes.
@@ -194,7 +195,7 @@ def classes_in(path: Path) -> int:
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Write the network's tensors as safetensors, whole or not at all."""
-    write_bytes(path, save({key: value.contiguous() for key, value in model.state_dict().items()}))
+    write_bytes(path, save(separate(model.state_dict())))
 
 
 def _other_classes(key: str, value: Tensor, expected: Mapping[str, tuple[int, ...]]) -> bool:

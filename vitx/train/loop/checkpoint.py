@@ -29,6 +29,7 @@ from vitx.core.files import (
     write_json,
 )
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
+from vitx.models.build import separate
 from vitx.train.metrics_file import read_lines
 from vitx.train.progress import PROGRESS_FILE
 from vitx.train.recipes.optimization_settings import Metric, Selection
@@ -134,17 +135,10 @@ def _state(
 def _write(folder: Path, tensors: CheckpointTensors, state: CheckpointState) -> CheckpointState:
     with staged_folder(folder) as stage:
         for name, values in zip(TENSOR_FILES, tensors, strict=True):
-            _save_file(_apart(values), stage / name)
+            _save_file(separate(values), stage / name)
         state = state.model_copy(update={"sha256": {name: sha256_file(stage / name) for name in TENSOR_FILES}})
         write_json(stage / "state.json", state)
     return state
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, each with memory of its own: layers may share weights (CoaT), which no file can say."""
-    found = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    first = {value.data_ptr(): key for key, value in reversed(found.items())}
-    return {key: value if first[value.data_ptr()] == key else value.clone() for key, value in found.items()}
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
