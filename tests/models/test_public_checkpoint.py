@@ -258,10 +258,28 @@ def test_tensors_alone_are_read_and_onto_the_cpu(tmp_path: Path, monkeypatch: py
 
 def test_the_classes_of_a_checkpoint_are_those_of_its_head(tmp_path: Path) -> None:
     save_weights(network(num_classes=7), tmp_path / "w.safetensors")
-    assert classes_in(tmp_path / "w.safetensors") == 7
+    assert classes_in(tmp_path / "w.safetensors", "deepvit_s") == 7
     save_file({"w": torch.ones(2)}, tmp_path / "none.safetensors")
     with pytest.raises(InputError, match=r"none\.safetensors' has no classifier: it has no tensor 'head\.weight'$"):
-        classes_in(tmp_path / "none.safetensors")
+        classes_in(tmp_path / "none.safetensors", "deepvit_s")
+    with pytest.raises(InputError, match=r"w\.safetensors' has no classifier: it has no tensor 'fc\.weight'$"):
+        classes_in(tmp_path / "w.safetensors", "test_resnet")
+
+
+@pytest.mark.parametrize(
+    ("name", "classifiers"),
+    [
+        ("test_resnet", ["fc"]),
+        ("test_efficientnet", ["classifier"]),
+        ("levit_128s", ["head.linear", "head_dist.linear"]),
+    ],
+)
+def test_a_classifier_of_other_classes_may_have_any_name(tmp_path: Path, name: str, classifiers: list[str]) -> None:
+    save_weights(timm.create_model(name, num_classes=7), tmp_path / "w.safetensors")
+    assert classes_in(tmp_path / "w.safetensors", name) == 7
+    report = load_public_checkpoint(timm.create_model(name, num_classes=5), tmp_path / "w.safetensors")
+    expected = tuple(f"{each}.{tensor}" for each in classifiers for tensor in ("bias", "weight"))
+    assert (report.missing, report.unexpected, report.resized) == (expected, expected, {})
 
 
 def test_weights_are_saved_as_they_are_seen(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _convert(file: Path, network: str, out: Path, *, as_json: bool) -> None:
     check_file(out, f"{network}.safetensors")
     if out.exists() and out.samefile(file):
         raise InputError(f"'{out}' is the input itself: choose another --out")
-    model = build_model(ModelSpec(name=network, num_classes=classes_in(file)))
+    model = build_model(ModelSpec(name=network, num_classes=classes_in(file, network)))
     report = load_public_checkpoint(model, file)
     save_weights(model, out)
     if as_json:

@@ -25,8 +25,8 @@ from vitx.core.run import ModelSpec
 from vitx.models.build import separate
 from vitx.models.recalibration import set_closed_form_means
 
-# Classifiers: a checkpoint may lack them, or have them for another number of classes.
-CLASSIFIERS = ("head.", "patch_head.", "head_dist.")
+# Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
+CLASSIFIERS = ("head", "patch_head", "head_dist")
 # Under which key training scripts keep the weights, the averaged ones first.
 CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
 
@@ -75,9 +75,15 @@ def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
             weights = checkpoint_filter_fn(weights, model)  # type: ignore[arg-type]  # any of timm's ViT-like networks
         except UNUSABLE as error:
             raise InputError(f"the positions of '{path}' cannot be interpolated: {first_line(error)}") from None
-    usable = {key: value for key, value in weights.items() if not _other_classes(key, value, expected)}
+    named: Any = getattr(model, "pretrained_cfg", None) or {}
+    heads = tuple(f"{name}." for name in (*CLASSIFIERS, *_classifiers(named.get("classifier"))))
+    usable = {
+        key: value
+        for key, value in weights.items()
+        if not key.startswith(heads) or expected.get(key) in (None, tuple(value.shape))
+    }
     found = {key: tuple(value.shape) for key, value in usable.items()}
-    _require_same_architecture(Path(path), expected, found)
+    _require_same_architecture(Path(path), expected, found, heads)
     model.load_state_dict(usable, strict=False)
     resized = {
         key: (original[key], shape) for key, shape in found.items() if key in original and original[key] != shape
@@ -185,12 +191,21 @@ def _is_plain(value: object) -> bool:
     return not (value.is_quantized or value.is_complex() or value.is_meta)
 
 
-def classes_in(path: Path) -> int:
-    """The number of classes of the checkpoint's classifier; raise InputError when it has none."""
-    weights = read_weights(path)
-    if "head.weight" not in weights:
-        raise InputError(f"'{path}' has no classifier: it has no tensor 'head.weight'")
-    return int(weights["head.weight"].shape[0])
+def classes_in(path: Path, network: str) -> int:
+    """The number of classes of the checkpoint's classifier; raise InputError when it has none.
+
+    network: the name in timm of what was trained, which tells how its classifier is called.
+    """
+    weights, config = read_weights(path), timm.get_pretrained_cfg(network)
+    keys = [f"{name}.weight" for name in _classifiers(config and config.classifier) or ("head",)]
+    if not (found := [weights[key] for key in keys if key in weights]):
+        raise InputError(f"'{path}' has no classifier: it has no tensor '{keys[0]}'")
+    return int(found[0].shape[0])
+
+
+def _classifiers(named: Any) -> tuple[str, ...]:
+    """The modules that timm's configuration of a network calls its classifier: one name, several, or none."""
+    return (named,) if isinstance(named, str) else tuple(named or ())
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -198,19 +213,13 @@ def save_weights(model: nn.Module, path: Path) -> None:
     write_bytes(path, save(separate(model.state_dict())))
 
 
-def _other_classes(key: str, value: Tensor, expected: Mapping[str, tuple[int, ...]]) -> bool:
-    return key.startswith(CLASSIFIERS) and key in expected and expected[key] != tuple(value.shape)
-
-
 def _require_same_architecture(
-    path: Path, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+    path: Path, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], heads: tuple[str, ...]
 ) -> None:
     differing = sorted(
         key
         for key in expected.keys() | found.keys()
-        if expected.get(key) != found.get(key)
-        and not key.startswith(CLASSIFIERS)
-        and not key.endswith("num_batches_tracked")
+        if expected.get(key) != found.get(key) and not key.startswith(heads) and not key.endswith("num_batches_tracked")
     )
     if differing:
         first = differing[0]
