@@ -45,6 +45,21 @@ def test_a_matrix_has_sixteen_rows_and_columns(rows: int, columns: int, found: b
     assert names(product, kind, "cpu", "fp32") == ["y"], "ONNX Runtime has kernels for all"
 
 
+@pytest.mark.parametrize(
+    ("kind", "base", "stay"),
+    [("int8", "fp16", "fp16 (--base fp32 quantises them)"), ("fp8", "fp16", "fp16"), ("fp8", "fp32", "fp32")],
+)
+def test_convolutions_that_stay_in_the_base_are_a_reason(kind: Any, base: Any, stay: str) -> None:
+    graph = graph_of([node("Conv", "x W", "y")], [3, 8, 8], W=np.ones((16, 3, 3, 3)))
+    with pytest.raises(InputError) as error:
+        find_layers(Dataflow(graph), kind, "tensorrt", base)
+    assert str(error.value) == (
+        f"nothing in the graph can be {kind}: it has no product with a constant weight of 16 rows and columns or more, "
+        f"and convolutions stay in {stay}"
+    )
+    assert names(graph, "int8", base="fp32") == ["y"]
+
+
 def attention(heads: int, tokens: int, width: int, *between: onnx.NodeProto, **constants: Any) -> onnx.ModelProto:
     """Q·Kᵀ of one tensor with itself, `between` (from `scores` to `before`, from `maps` to `mixed`), and the values."""
     nodes = [node("Transpose", "x", "k", perm=[0, 1, 3, 2]), node("MatMul", "x k", "scores"), *between]

@@ -61,7 +61,7 @@ def find_layers(flow: Dataflow, kind: EightBit, target: Target, base: Base = "fp
     finder = _Finder(flow, kind, target, base)
     layers = [layer for node in flow.nodes if (layer := finder.layer(node))]
     if not layers:
-        raise InputError(f"nothing in the graph can be {kind}: it has no product with a constant weight")
+        raise InputError(f"nothing in the graph can be {kind}: {finder.reason()}")
     return layers
 
 
@@ -69,7 +69,7 @@ class _Finder:
     """Decides of each node of one graph whether it is a layer."""
 
     def __init__(self, flow: Dataflow, kind: EightBit, target: Target, base: Base) -> None:
-        self.flow, self.target = flow, target
+        self.flow, self.kind, self.target, self.base = flow, kind, target, base
         self.varying, self.readers = flow.depends_on_input(), flow.readers()
         # TensorRT has FP8 kernels for matrix products, not for convolutions, and gives an int8 convolution float32
         # results whatever the base is: beside a half type that is slower than the convolution in that type.
@@ -101,6 +101,15 @@ class _Finder:
         if node.op_type == "MatMul" and {data, weight} <= self.varying and self._attention_gains(node):
             return Layer(node.name, "MatMul", (data, weight))
         return None
+
+    def reason(self) -> str:
+        """Why no node is a layer, as far as rules for all nodes of a type say it."""
+        sides = f" of {MIN_SIDE} rows and columns or more" if self.target == "tensorrt" else ""
+        convolutions = ""
+        if not self.convolutions and any(node.op_type == "Conv" for node in self.flow.nodes):
+            remedy = " (--base fp32 quantises them)" if self.kind == "int8" else ""
+            convolutions = f", and convolutions stay in {self.base}{remedy}"
+        return f"it has no product with a constant weight{sides}{convolutions}"
 
     def _convolution(self, node: onnx.NodeProto) -> Layer | None:
         """Weights are (out, in, h, w)."""
