@@ -26,8 +26,18 @@ def test_a_network_has_the_classes_and_arguments_of_its_specification() -> None:
     assert (model.num_classes, len(model.blocks)) == (7, 1)
     with pytest.raises(InputError, match="unknown model 'deit_digit': did you mean deit_digits"):
         build_model(SPEC.model_copy(update={"name": "deit_digit"}))
+    with pytest.raises(InputError, match=r"^unknown model 'test_vi': did you mean test_vit or .*\? \d{4} are known$"):
+        build_model(SPEC.model_copy(update={"name": "test_vi"}))
     with pytest.raises(InputError, match=r"^model 'deit_digits' does not take these arguments: .*depht"):
         build_model(SPEC.model_copy(update={"kwargs": {"depht": 1}}))
+
+
+def test_a_network_may_be_named_with_the_tag_of_its_weights() -> None:
+    model: Any = build_model(SPEC.model_copy(update={"name": "test_vit.r160_in1k"}))
+    assert (model.num_classes, len(model.blocks), model.pretrained_cfg["tag"]) == (7, 1, "r160_in1k")
+    for tag in ("r160", ""):
+        with pytest.raises(InputError, match=rf"^unknown tag of 'test_vit' '{tag}': .*known: r160_in1k$"):
+            build_model(SPEC.model_copy(update={"name": f"test_vit.{tag}"}))
 
 
 def test_weights_are_loaded_whole(tmp_path: Path) -> None:

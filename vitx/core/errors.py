@@ -5,7 +5,7 @@ import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-LISTED_NAMES = 100  # of those that are known, where a name is not: timm alone has more than a thousand
+LISTED_NAMES = 100  # of more, such as timm's thousand networks, an unknown name is told the nearest alone
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # or one that takes nothing
@@ -43,10 +43,11 @@ def first_line(error: BaseException) -> str:
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> InputError:
     """Return the error for a name that is not among `known`, with the nearest ones first."""
     names = sorted(known)
-    shown = names if len(names) <= LISTED_NAMES else [*names[:LISTED_NAMES], f"… ({len(names)} in all)"]
-    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
+    many = len(names) > LISTED_NAMES
+    near = difflib.get_close_matches(given, names, n=3, cutoff=0.0 if many else 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return InputError(f"unknown {kind} '{given}': {hint}known: {', '.join(shown)}")
+    known_names = f"{len(names)} are known" if many else f"known: {', '.join(names)}"
+    return InputError(f"unknown {kind} '{given}': {hint}{known_names}")
 
 
 @contextmanager

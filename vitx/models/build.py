@@ -15,10 +15,21 @@ from vitx.core.options import Checkpoint
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, weights_file
 
 
+def require_network(name: str, kind: str = "model") -> None:
+    """Raise InputError for a name, `NAME` or `NAME.TAG` (of published weights), that timm does not know."""
+    if not timm.is_model(name):
+        raise unknown_name(kind, name, timm.list_models())
+    try:
+        timm.get_pretrained_cfg(name)
+    except RuntimeError:
+        network, _, tag = name.partition(".")
+        published = [each.partition(".")[2] for each in timm.list_pretrained(f"{network}.*")]
+        raise unknown_name(f"tag of '{network}'", tag, published) from None
+
+
 def build_model(spec: ModelSpec) -> nn.Module:
     """Build the network of `spec` with fresh weights; raise InputError for a name or argument timm does not know."""
-    if spec.name not in timm.list_models():
-        raise unknown_name("model", spec.name, timm.list_models())
+    require_network(spec.name)
     try:
         model: nn.Module = timm.create_model(spec.name, num_classes=spec.num_classes, **spec.kwargs)
     except InputError:

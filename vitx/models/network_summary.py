@@ -15,6 +15,7 @@ from torch import nn
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record
 from vitx.models import registry
+from vitx.models.build import require_network
 from vitx.models.flops import count_flops
 from vitx.models.vit import VisionTransformer
 
@@ -45,6 +46,7 @@ def summarize(name: str) -> NetworkSummary:
     """Return the numbers of a network timm knows; raise InputError for a name it does not."""
     if not timm.is_model(name):
         raise unknown_name("model", name, vitx_networks())
+    require_network(name)  # its tag
     with torch.device("meta"):
         model: Any = timm.create_model(name).eval()
     config = model.pretrained_cfg

@@ -15,12 +15,13 @@ from timm.data.config import resolve_data_config
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import InputError
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import NOT_OF_THE_NETWORK, ModelSpec, RunFolder, weights_file
 from vitx.data.open import open_images
 from vitx.models import build_model, load_public_checkpoint, load_run_model
+from vitx.models.build import require_network
 from vitx.models.public_checkpoint import published_model
 
 PREFIX = "model:"
@@ -81,9 +82,8 @@ class SourceRequest:
         """Raise InputError for an unknown name or a folder that is no run, without loading anything."""
         if not self.is_model:
             RunFolder.open(self.target)
-        elif not timm.is_model(self.network):
-            raise unknown_name("model", self.network, timm.list_models())
         else:
+            require_network(self.network)
             _ = self.arguments
 
     @property
@@ -93,7 +93,7 @@ class SourceRequest:
 
     @property
     def network(self) -> str:
-        """timm's name of a `model:`."""
+        """timm's name of a `model:`, with the tag of its published weights if one was given."""
         return str(self.target).partition("?")[0].removeprefix(PREFIX).removeprefix("timm/")
 
     @property

@@ -11,6 +11,7 @@ from vitx.core.console import log
 from vitx.core.errors import UNUSABLE, InputError, first_line
 from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.models import build_model
+from vitx.models.build import require_network
 from vitx.models.public_checkpoint import load_public_checkpoint, published_model
 from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
 from vitx.train.losses.objective import check_model
@@ -24,7 +25,8 @@ PRETRAINED = "timm"
 def model_spec(recipe: Recipe, num_classes: int) -> ModelSpec:
     """The recipe's network with the arguments that follow from the data, the image size and the losses."""
     kwargs = dict(recipe.model.kwargs)
-    config = timm.get_pretrained_cfg(recipe.model.name) if timm.is_model(recipe.model.name) else None
+    require_network(recipe.model.name)
+    config = timm.get_pretrained_cfg(recipe.model.name)
     if config is not None and config.fixed_input_size:  # learned positions; a ResNet takes no img_size
         kwargs["img_size"] = recipe.preprocessing.image_size
     if recipe.losses.mixing:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder
 from vitx.models import load_run_model
+from vitx.models.build import require_network
 from vitx.models.public_checkpoint import load_whole_checkpoint, published_model
 from vitx.train.recipes.optimization_settings import Distillation
 
@@ -91,8 +92,7 @@ def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_nam
 
 def _timm_network(name: str, classes: int) -> nn.Module:
     architecture, _, file = name.removeprefix(TIMM).partition("@")
-    if not timm.is_model(architecture):
-        raise unknown_name("teacher of timm", architecture, timm.list_models())
+    require_network(architecture, "teacher of timm")
     if not file:
         remedy = f"give weights of '{architecture}' with distillation.teacher={name}@FILE"
         published = timm.get_pretrained_cfg(architecture)
