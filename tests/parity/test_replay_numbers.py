@@ -313,7 +313,7 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, lis
         sessions[1] = candidate_session()
         return reference_model(name="candidate", session=sessions[1], bundle=bundle)
 
-    monkeypatch.setattr(replaying, "open_images", lambda data, split, *, skip_bad: IMAGES)
+    monkeypatch.setattr(replaying, "open_images", lambda data, split, **options: IMAGES)
     monkeypatch.setattr(replaying, "_certified_reference", opened_reference)
     monkeypatch.setattr(replaying, "model_from_bundle", opened_candidate)
     return bundle.path, asked, sessions
