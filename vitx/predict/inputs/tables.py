@@ -118,9 +118,12 @@ def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple
 
 
 def _nullable(kind: Any) -> Any:
-    """The type; of a struct without required fields, which could not be null in rows without a value."""
+    """The type; of a struct without required fields, which could not be null in rows without a value.
+
+    And without Arrow's views, of which pyarrow writes no part of a struct. In Parquet they are the same.
+    """
     if not types.is_struct(kind):
-        return kind
+        return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
     return pa.struct([one.with_type(_nullable(one.type)).with_nullable(True) for one in kind])
 
 
