@@ -361,6 +361,21 @@ def test_trailers_are_no_headers(server: ServerProcess, trailer: bytes) -> None:
         assert b"".join(iter(partial(connection.recv, 65536), b"")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+@pytest.mark.parametrize("path", [INFER, "/v2/models/unknown/infer"])  # one is answered before its trailers come
+def test_a_trailer_that_says_close_does_not_leave_later_requests_without_an_answer(
+    server: ServerProcess, path: str
+) -> None:
+    """The parser drops what comes behind it, so the next request on the open connection waited until it timed out."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with closing(raw(server)) as connection:
+        connection.sendall(head + b"%x\r\n%b\r\n0\r\n" % (len(INFER_BODY), INFER_BODY))
+        time.sleep(0.2)
+        connection.sendall(b"Connection: close\r\n\r\n")
+        connection.settimeout(20)  # an open connection would be idle for 75 s
+        answer = b"".join(iter(partial(connection.recv, 65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n" if path == INFER else b"HTTP/1.1 404 ")
+
+
 def test_a_client_of_http_1_0_is_sent_no_interim_reply(server: ServerProcess) -> None:
     head = b"POST %b HTTP/1.0\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
     with closing(raw(server)) as connection:

@@ -293,7 +293,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._received, self._bare = True, 0, 0
         super().on_message_complete()
-        if self._ending:
+        if {b"connection", b"proxy-connection"} & dict(self.headers).keys():  # trailers: the parser stops if they close
+            self.cycle.keep_alive = False
+        if self._ending or (self.cycle.response_complete and not self.cycle.keep_alive):
             self._close()
         elif not self.pipeline:  # a large body had paused it; read on, to notice when the client hangs up
             self.flow.resume_reading()
