@@ -105,12 +105,13 @@ def waiting(server: ServerProcess) -> float:
     return server.metric("vitx_queue_depth") + server.metric("vitx_running_images")
 
 
-def test_a_port_in_use_is_refused_before_a_model_is_loaded(tiny_bundle: Bundle) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])  # gRPC would do with ::1 alone
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(tiny_bundle: Bundle, host: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = run_serve(tiny_bundle.path, "--port", "0", "--grpc-port", str(port))
+        refused = run_serve(tiny_bundle.path, "--host", host, "--port", "0", "--grpc-port", str(port))
     assert (refused.returncode, refused.stdout) == (3, "")
     assert f"error: cannot listen on 127.0.0.1 port {port} for gRPC: choose another --grpc-port" in refused.stderr
 

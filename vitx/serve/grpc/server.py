@@ -43,8 +43,10 @@ _StreamResponse = message_class("ModelStreamInferResponse")
 class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
-    def __init__(self, core: ServerCore, port: int, *, shared_port: bool, pem: Callable[[], Pem | None]) -> None:
-        """Claim the port (0: any free one); raise EnvironmentMissing if it is taken.
+    def __init__(
+        self, core: ServerCore, host: str, port: int, *, shared_port: bool, pem: Callable[[], Pem | None]
+    ) -> None:
+        """Claim the port (0: any free one) of an address, not a name; raise EnvironmentMissing if it is taken.
 
         shared_port: other workers of the same parent listen on it too. pem: what new connections get; None for no TLS.
         """
@@ -61,7 +63,7 @@ class GrpcServer:
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
         ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
-        host = f"[{host}]" if ":" in (host := core.options.host) else host
+        host = f"[{host}]" if ":" in host else host
         add = self._server.add_insecure_port
         if (first := pem()) is not None:
             renew = partial(_tls, pem)
@@ -70,8 +72,8 @@ class GrpcServer:
         try:
             port = add(f"{host}:{port}")
         except RuntimeError as error:
-            remedy = "choose another --grpc-port (0: any), or write --host as a name or a whole address"
-            raise EnvironmentMissing(f"cannot listen on {host} port {port} for gRPC: {remedy}; {error}") from None
+            text = f"cannot listen on {host} port {port} for gRPC: choose another --grpc-port (0: any); {error}"
+            raise EnvironmentMissing(text) from None
         self.address, self.start = f"{host}:{port}", self._server.start
         self.stop = partial(self._server.stop, _GRACE_SECONDS)  # closes the port, and after that every connection
 

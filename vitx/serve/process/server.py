@@ -154,7 +154,8 @@ class Server:
             with naming_extra("grpc"):
                 from vitx.serve.grpc.server import GrpcServer
             port, shared = (self._link.grpc_port, True) if self._link else (port, False)
-            self._grpc = GrpcServer(self._core, port, shared_port=shared, pem=lambda: self._pem)
+            host = self._listener.getsockname()[0]  # of a name with several addresses gRPC takes those that are free
+            self._grpc = GrpcServer(self._core, host, port, shared_port=shared, pem=lambda: self._pem)
             await self._grpc.start()
 
     async def _join_workers(self, link: WorkerLink) -> None:
@@ -249,10 +250,5 @@ class Server:
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     own: dict[str, Any] = {"ws": "none", "lifespan": "off", "proxy_headers": False, "server_header": False}
     own |= {"log_config": None, "log_level": "error", "access_log": False}  # clients could fill the log with warnings
-    return uvicorn.Config(
-        app,
-        http="httptools",  # `_listen` makes the connections
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=2,  # accepted requests are done by then
-        **own,
-    )
+    own |= {"http": "httptools", "timeout_keep_alive": _KEEP_ALIVE_SECONDS}  # `_listen` makes the connections
+    return uvicorn.Config(app, timeout_graceful_shutdown=2, **own)  # accepted requests are done by then
