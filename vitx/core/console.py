@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
 
-# What a terminal obeys or hides: control characters but the tab, and marks that turn the direction of text.
-_UNSEEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# What a terminal obeys or hides: control characters but the tab, and marks that turn the direction of text. And what
+# stands for the bytes of a name that is no UTF-8: no JSON, metrics or messages take it.
+_UNSEEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -182,6 +183,23 @@ def test_a_name_that_a_client_made_up_is_no_label_while_the_repository_is_broken
         assert manage(server, "models/made-up%0Aforged/load")[0] == 404
         assert manage(server, "models/tiny/load")[0] == 400
         assert "made-up" not in server.request("GET", "/metrics")[1].decode()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere every name is UTF-8")
+def test_a_folder_whose_name_is_no_utf_8_breaks_neither_the_metrics_nor_the_index(
+    tmp_path: Path, managed: list[str]
+) -> None:
+    folder = tmp_path / "models"
+    write_bundle(folder / "tiny.vitx", name="tiny")
+    with running_server("--repository", folder, "--watch", "--allow-uncertified", *managed) as server:
+        write_bundle(folder / "t\udcffny.vitx", name="tiny")
+        wait_until(lambda: "UNAVAILABLE" in [entry["state"] for entry in manage(server, "index")[1]])
+        wait_until(lambda: server.metric('vitx_model_loads_total{result="refused",version="1"}') == 1)
+        entry = manage(server, "index")[1][0]
+        assert (entry["name"], entry["state"]) == ("t\\udcffny", "UNAVAILABLE")
+        assert entry["reason"].endswith(
+            "t\\udcffny.vitx is the model 'tiny': to be loaded as 't\\udcffny' it must be named so"
+        )
 
 
 @pytest.mark.parametrize("name", ["missing", "..%2F..%2Fetc", "%2Fetc%2Fpasswd", ".hidden", "tiny%00"])

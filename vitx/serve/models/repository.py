@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.console import log
+from vitx.core.console import log, visible
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, not_offered, unavailable
 from vitx.serve.models.loading import FileStates, Loader, ModelKey, Offer, WarmModel, file_states, key_text
@@ -38,11 +38,11 @@ def bundles_in(folder: Path, policies: Sequence[str] = ()) -> dict[ModelKey, Pat
         ((path.parent.name, path.name), path) for path in folder.glob("[!.]*/[1-9]*") if _VERSION.fullmatch(path.name)
     ]
     bundles: dict[ModelKey, Path] = {}
-    for key, path in found:
+    for (name, version), path in found:
         if not (path / MANIFEST).is_file():
             continue
-        if key in bundles:
-            raise InputError(f"{bundles[key]} and {path} are both version {key[1]} of '{key[0]}': remove one of them")
+        if (key := (visible(name), version)) in bundles:
+            raise InputError(f"{bundles[key]} and {path} are both version {version} of '{name}': remove one of them")
         bundles[key] = path
     policy_of = {name: policy for name, _, policy in (text.rpartition("=") for text in policies)}
     served: list[ModelKey] = []
@@ -181,7 +181,7 @@ class Repository:
     def _refused(self, key: ModelKey, error: Exception) -> RequestError:
         if not isinstance(error, VitxError):
             _log.exception("loading %s failed", key_text(key))
-        self._refusals[key] = text = str(error) or type(error).__name__
+        self._refusals[key] = text = visible(str(error)) or type(error).__name__
         self._metrics.loads.labels(*key, "refused").inc()
         stays = "; the model that runs stays" if self._models.loaded.get(key) else ""
         log(f"vitx: model {key_text(key)} was not loaded: {text}{stays}")
