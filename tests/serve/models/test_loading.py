@@ -252,13 +252,34 @@ def test_a_reload_of_all_leaves_out_what_was_unloaded_before_its_turn() -> None:
         repository._models = SimpleNamespace(names=("a", "c"))  # type: ignore[assignment]
 
     async def test() -> None:
-        repository.busy = asyncio.Lock()
+        repository.busy, repository._due = asyncio.Lock(), set()
         repository._models = SimpleNamespace(names=("a", "b", "c"))  # type: ignore[assignment]
         repository._load = load  # type: ignore[method-assign]
         await repository.load_all()
 
     asyncio.run(test())
     assert loaded == ["a", "c"]
+
+
+def test_of_many_reloads_of_all_each_model_waits_for_one() -> None:
+    """A hundred SIGHUPs kept a server loading for a minute; a load that has not begun is for later ones too."""
+    repository, loaded = Repository.__new__(Repository), list[str]()
+    repository.busy, repository._due = asyncio.Lock(), set()
+    repository._models = SimpleNamespace(names=("a", "b"))  # type: ignore[assignment]
+
+    async def load(name: str) -> None:
+        await asyncio.sleep(0.01)
+        loaded.append(name)
+
+    async def test() -> None:
+        repository._load = load  # type: ignore[method-assign]
+        first = [asyncio.create_task(repository.load_all()) for _ in range(50)]
+        await asyncio.sleep(0.005)  # a is being loaded, and b waits
+        await asyncio.gather(*first, *(repository.load_all() for _ in range(50)))
+        await repository.load_all()
+
+    asyncio.run(test())
+    assert loaded == ["a", "a", "b", "a", "b"]
 
 
 def test_a_bundle_without_a_further_output_is_another(tmp_path: Path) -> None:

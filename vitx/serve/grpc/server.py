@@ -43,19 +43,17 @@ _StreamResponse = message_class("ModelStreamInferResponse")
 class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
-    def __init__(
-        self, core: ServerCore, host: str, port: int, *, shared_port: bool, pem: Callable[[], Pem | None]
-    ) -> None:
+    def __init__(self, core: ServerCore, host: str, port: int, *, shared: bool, pem: Callable[[], Pem | None]) -> None:
         """Claim the port (0: any free one) of an address, not a name; raise EnvironmentMissing if it is taken.
 
-        shared_port: other workers of the same parent listen on it too. pem: what new connections get; None for no TLS.
+        shared: other workers of the same parent listen on it too. pem: what new connections get; None for no TLS.
         """
         self._core, self._models, self._metrics, self._budget = core, core.models, core.metrics, core.budget
         self._calls = grpc_calls(core)
         self._streams: set[Replies] = set()
         self._in_flight = InFlight()  # streams included
         options = [
-            ("grpc.so_reuseport", int(shared_port)),  # on by default: two servers would silently share a port
+            ("grpc.so_reuseport", int(shared)),  # on by default: two servers would silently share a port
             ("grpc.max_receive_message_length", core.limits.body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", _CALLS),

@@ -72,6 +72,7 @@ class Repository:
         self._known = self._states() | {offer.key: offer.states for offer in offers}  # the last that was looked at
         self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
+        self._due: set[str] = set()  # names for which `load_all` waits
         self.busy = asyncio.Lock()  # held by what loads or unloads
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
@@ -144,9 +145,11 @@ class Repository:
 
     async def load_all(self) -> None:
         """Load every model again, in this process; one that is refused is logged, and its old model serves on."""
-        for name in self._models.names:
+        self._due |= {*(names := [name for name in self._models.names if name not in self._due])}
+        for name in names:
             async with self.busy:
-                with suppress(RequestError):  # logged and counted
+                self._due.discard(name)  # from now on it is to be loaded once more
+                with suppress(RequestError, OSError):  # logged and counted; or the workers' folder is gone
                     if name in self._models.names:  # not unloaded meanwhile
                         await self._load(name)
 

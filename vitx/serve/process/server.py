@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
 
 _KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
-# How long a worker that leaves waits for the next request on each open connection, to answer it and close.
-_LINGER_SECONDS = 2.0
+_LINGER_SECONDS = 2.0  # that a worker that leaves waits for a request on each open connection, to answer it and close
 _EXIT_SECONDS = 10.0  # for what a server does once it has drained
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if sys.platform == "win32" else (signal.SIGHUP, signal.SIGUSR1)))
 _WATCH_SECONDS = 1.0  # between two checks of the bundles on disk
@@ -155,7 +154,7 @@ class Server:
                 from vitx.serve.grpc.server import GrpcServer
             port, shared = (self._link.grpc_port, True) if self._link else (port, False)
             host = self._listener.getsockname()[0]  # of a name with several addresses gRPC takes those that are free
-            self._grpc = GrpcServer(self._core, host, port, shared_port=shared, pem=lambda: self._pem)
+            self._grpc = GrpcServer(self._core, host, port, shared=shared, pem=lambda: self._pem)
             await self._grpc.start()
 
     async def _join_workers(self, link: WorkerLink) -> None:
