@@ -12,6 +12,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
+from reference import randomize_like_trained
 from run_fixture import DIGITS_PREPROCESSING as PREPROCESSING
 from run_fixture import trained_deepvit
 from vitx.core.errors import InputError
@@ -25,7 +26,7 @@ from vitx.export.precision.calibration import sample_images
 from vitx.export.precision.half import HALVES, HalfGraph
 from vitx.models import image_tensor
 from vitx.models.layer_metrics import layer_metrics
-from vitx.parity.divergence import compare_token_similarity, node_errors, overflow_text, repair, trace_layers
+from vitx.parity.divergence import _Network, compare_token_similarity, node_errors, overflow_text, repair, trace_layers
 
 LABELS = tuple("0123456789")
 
@@ -100,6 +101,38 @@ def test_cos_sim_of_cait_counts_every_patch(images: UInt8Array, tmp_path: Path) 
     by_layer = dict(zip(found.layers, found.reference, strict=True))
     expected = metrics.cos_sim.means()
     assert {name: by_layer[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+OF_DIGITS: dict[str, Any] = {"img_size": PREPROCESSING.image_size, "num_classes": 10}
+SMALL = OF_DIGITS | {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cait_xxs24_224", SMALL),
+        ("xcit_nano_12_p16_224", SMALL),
+        ("eva02_tiny_patch14_224", SMALL),
+        ("vit_srelpos_small_patch16_224", SMALL),
+        ("test_efficientnet", {"num_classes": 10}),
+    ],
+)
+def test_a_layer_alone_is_what_it_is_within_its_network(
+    name: str, arguments: dict[str, Any], images: UInt8Array, tmp_path: Path
+) -> None:
+    """With the positions or the size that a block reads beside its tokens, and class attention behind the blocks."""
+    torch.manual_seed(0)
+    model: Any = randomize_like_trained(timm.create_model(name, **arguments)).eval()
+    trace = trace_layers(model, PREPROCESSING, exported(model, tmp_path), images)
+    assert max(errors(trace).values()) < 1e-4
+    assert max(layer.own or 0 for layer in trace.layers) < 1e-4, trace.layers
+    assert all(layer.own is not None for layer in trace.layers[1:])
+
+
+def test_blocks_of_several_tensors_are_no_layers(images: UInt8Array) -> None:
+    model: Any = timm.create_model("tnt_s_legacy_patch16_224", **OF_DIGITS)
+    with pytest.raises(InputError, match="do not each give one tensor: layers cannot be compared"):
+        _Network(model, PREPROCESSING).tensors(images[:2])
 
 
 def test_a_transposed_weight_is_named(network: Any, images: UInt8Array, tmp_path: Path) -> None:

@@ -241,6 +241,10 @@ def test_names_of_the_tensors_between_blocks_are_required() -> None:
         require_block_names(graph, Network())
     with pytest.raises(InputError, match=r"^Identity has no list of blocks to trace: layers cannot be compared$"):
         require_block_names(graph, nn.Identity())
+    nested: Any = Network()
+    nested.blocks = nn.ModuleList([nn.ModuleList(nested.blocks)])
+    with pytest.raises(InputError, match=r"^Network has no list of blocks to trace"):  # Twins
+        require_block_names(graph, nested)
 
 
 def test_weights_that_could_be_lost() -> None:
@@ -262,30 +266,17 @@ def test_weights_that_could_be_lost() -> None:
     assert made["transposed: conv"][1].flatten().tolist() == [5, 7, 6, 8]
 
 
-@pytest.mark.parametrize(
-    ("missing", "pool", "tokens", "runs"),
-    [
-        (None, "avg", 5, True),
-        (None, "avg", 1, False),
-        (None, "token", 1, True),
-        ("norm", "token", 5, False),
-        ("forward_head", "token", 5, False),
-    ],
-)
-def test_the_head_alone_needs_all_tokens_unless_it_takes_one(
-    missing: str | None, pool: str, tokens: int, runs: bool
-) -> None:
-    parts: dict[str, Any] = {"norm": nn.Identity(), "forward_head": lambda x: x.mean(dim=1)}
-    network = divergence._Network(Network(), PREPARED)
-    network.model = SimpleNamespace(
-        parameters=lambda: iter([torch.zeros(1)]),
-        global_pool=pool,
-        **{name: part for name, part in parts.items() if name != missing},
-    )
+@pytest.mark.parametrize(("pool", "tokens", "runs"), [("avg", 5, True), ("avg", 1, False), ("token", 1, True)])
+def test_what_follows_the_blocks_needs_all_tokens_unless_it_takes_one(pool: str, tokens: int, runs: bool) -> None:
+    classifier: Any = Network()
+    classifier.global_pool = pool
+    network = divergence._Network(classifier, PREPARED)
+    network.tensors(IMAGES[:2])
     found = network.output("logits", torch.ones(2, tokens, 3))
     assert (found is not None) is runs
     if found is not None:
-        assert found.tolist() == [[1, 1, 1]] * 2
+        assert found.tolist() == classifier.forward_head(torch.ones(2, tokens, 3)).tolist()
+    assert not classifier.blocks[-1]._forward_hooks
 
 
 def test_a_repair_is_accepted_by_the_evaluation_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,9 @@ def trace_layers(
     network = _Network(model, preprocessing)
     require_block_names(graph, model)
     sums = {name: _ErrorSums() for name in network.names}
-    for chunk, found in _tensors_of(graph_on_cpu(graph, precision), network.names, images, fused=precision != "fp8"):
+    for chunk, values in _tensors_of(graph_on_cpu(graph, precision), network.names, images, fused=precision != "fp8"):
         expected = network.tensors(chunk)
+        found = _shaped_as(expected, values)
         for name, value in found.items():
             sums[name].add(expected[name], value, tokens_before_patches(model, expected[name]))
         if own:
@@ -175,8 +176,10 @@ def compare_token_similarity(
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Whether the network is a list of blocks, as timm's transformers are."""
-    return isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList)
+    """Whether the network is a list of blocks, as timm's transformers are; Twins is a list of lists of them."""
+    blocks = getattr(model, "blocks", None)
+    nested = isinstance(blocks, nn.ModuleList) and any(isinstance(block, nn.ModuleList) for block in blocks)
+    return isinstance(blocks, nn.Sequential | nn.ModuleList) and not nested
 
 
 def node_errors(
@@ -316,46 +319,72 @@ class _Network:
         self.preprocessing = preprocessing
         blocks: Any = model.blocks
         self.blocks: list[nn.Module] = list(blocks)
+        # Of the images that `tensors` saw last: their pixels, and what each block reads beside its tokens (EVA02's
+        # position angles, XCiT's height and width).
+        self._pixels = torch.empty(0)
+        self._beside: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     @torch.inference_mode()
     def tensors(self, images: UInt8Array) -> dict[str, Tensor]:
-        """Every named tensor of images uint8 (B, S, S, 3), float32: (B, T, D), the logits (B, C)."""
-        found: dict[str, Tensor] = {}
+        """Every named tensor of images uint8 (B, S, S, 3), float32: (B, T, D) or (B, D, H, W), the logits (B, C).
+
+        Raises InputError for a network whose blocks do not each give one tensor, such as TNT.
+        """
+        found: dict[str, Any] = {}
 
         def keep_input(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             found[EMBEDDING] = inputs[0]
 
         def keep_output(name: str) -> Callable[..., None]:
-            def keep(_block: nn.Module, _inputs: Any, output: Tensor) -> None:
+            def keep(_block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
                 found[name] = output
+                self._beside[name] = (inputs[1:], options)
 
             return keep
 
         with ExitStack() as restore:
             restore.callback(self.blocks[0].register_forward_pre_hook(keep_input).remove)
             for name, block in zip(self.names[1:-1], self.blocks, strict=True):
-                restore.callback(block.register_forward_hook(keep_output(name)).remove)
+                restore.callback(block.register_forward_hook(keep_output(name), with_kwargs=True).remove)
             pixels = image_tensor(images, self.preprocessing.mean, self.preprocessing.std)
-            found[LOGITS] = self.model(pixels.to(next(self.model.parameters())))
+            self._pixels = pixels.to(next(self.model.parameters()))
+            found[LOGITS] = self.model(self._pixels)
+        if not all(isinstance(found.get(name), Tensor) for name in self.names):
+            raise InputError(
+                f"the blocks of {type(self.model).__name__} do not each give one tensor: layers cannot be compared"
+            )
         return {name: found[name].float().cpu() for name in self.names}
 
     @torch.inference_mode()
     def output(self, name: str, tokens: Tensor, changed: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """A layer's output on `tokens` (B, T, D), some of its weights `changed`; None where it cannot be run alone.
 
-        The head is normalisation, pooling and classifier; it needs all tokens unless it pools the class token.
+        tokens: of the images that `tensors` saw last. What follows the blocks needs all tokens unless it pools the
+        class token.
         """
         tokens = tokens.to(next(self.model.parameters()))
         if name == LOGITS:
-            if not (hasattr(self.model, "norm") and hasattr(self.model, "forward_head")):
-                return None
             if tokens.shape[1] == 1 and getattr(self.model, "global_pool", "") != "token":
                 return None
-            head: Tensor = self.model.forward_head(self.model.norm(tokens))
-            return head.float().cpu()
+            # The whole network: CaiT and XCiT have more than a norm and a head behind these blocks.
+            replaced = self.blocks[-1].register_forward_hook(lambda *_: tokens)
+            try:
+                logits: Tensor = self.model(self._pixels)
+            finally:
+                replaced.remove()
+            return logits.float().cpu()
         block = self.blocks[self.names.index(name) - 1]
-        output: Tensor = torch.func.functional_call(block, dict(changed or {}), (tokens,))
+        beside, options = self._beside[name]
+        output: Tensor = torch.func.functional_call(block, dict(changed or {}), (tokens, *beside), options)
         return output.float().cpu()
+
+
+def _shaped_as(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's tensors in the shapes of the network's, where none of their values is left out."""
+    return {
+        name: value.reshape(expected[name].shape) if value.numel() == expected[name].numel() else value
+        for name, value in found.items()
+    }
 
 
 def _tensors_of(
@@ -394,7 +423,8 @@ def _weight_mistake(
         return None
     index = network.names.index(culprit)
     tensors = _tensors_of(graph_on_cpu(graph, precision), network.names, images[:BATCH], fused=precision != "fp8")
-    _, found = next(tensors)
+    chunk, values = next(tensors)
+    found = _shaped_as(network.tensors(chunk), values)
     block_input, block_output = found[network.names[index - 1]], found[culprit]
 
     def own_error(changed: Mapping[str, Tensor]) -> float:
