@@ -179,8 +179,9 @@ def test_token_similarity_is_measured_where_there_are_blocks_with_names(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
-    tokens = TokenSimilarity(images=1, layers=(), reference=(), candidate=(), allowed=0.1)
-    monkeypatch.setattr(divergence, "compare_token_similarity", lambda *a, **o: note(asked, (a, o), tokens))
+    tokens = TokenSimilarity(images=1, layers=("a",), reference=(0.5,), candidate=(0.5,), allowed=0.1)
+    answers = [tokens, TokenSimilarity(images=1, layers=(), reference=(), candidate=(), allowed=0.1)]
+    monkeypatch.setattr(divergence, "compare_token_similarity", lambda *a, **o: note(asked, (a, o), answers.pop(0)))
     network = Blocks()
     reference, candidate = model(network=lambda: network), in_precision(bundle, "int8")
 
@@ -201,6 +202,7 @@ def test_token_similarity_is_measured_where_there_are_blocks_with_names(
     ((arguments, options),) = asked
     assert (arguments[0], arguments[1], len(arguments[3]), options) == (network, PIXEL, 64, {"precision": "int8"})
     assert arguments[2] == named_graph()
+    assert measured(reference, candidate) is None  # one patch is like no other
 
 
 def test_the_notes_of_a_failed_export(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,9 @@ def measure_token_similarity(
 ) -> TokenSimilarity | None:
     """CosSim by layer of the reference's network and the candidate's graph on 64 images.
 
-    None where there is no such network or graph, for a network without blocks, and, which is logged, for a graph that
-    names none of its layers and for a candidate that runs another file of the bundle.
+    None where there is no such network or graph, for a network without blocks or without two patches, and, which is
+    logged, for a graph that names none of its layers, for blocks that do not each give one tensor, and for a candidate
+    that runs another file of the bundle.
     """
     if reference.network is None or candidate.bundle is None:
         return None
@@ -105,14 +106,15 @@ def measure_token_similarity(
     model, bundle = reference.network(), candidate.bundle
     if not has_blocks(model):
         return None
-    graph = onnx.load(str(bundle.model_path))
+    graph, pixels = onnx.load(str(bundle.model_path)), _pixels(images, reference.preprocessing)
+    precision = bundle.manifest.precision
     try:
         require_block_names(graph, model)
+        found = compare_token_similarity(model, reference.preprocessing, graph, pixels, precision=precision)
     except InputError as reason:
         log(f"parity: CosSim by layer is left out: {reason}", quiet=quiet)
         return None
-    pixels = _pixels(images, reference.preprocessing)
-    return compare_token_similarity(model, reference.preprocessing, graph, pixels, precision=bundle.manifest.precision)
+    return found if found.layers else None
 
 
 def failure_notes(
