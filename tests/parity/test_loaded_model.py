@@ -212,6 +212,8 @@ class Exporting:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> None:
         self.bundle = bundle
         self.calls: dict[str, Any] = {}
+        self.labels = ["a", "b"]
+        monkeypatch.setattr(exported, "_class_names", lambda request: self.labels)
         monkeypatch.setattr(exported, "export_bundle", self.export_bundle)
         monkeypatch.setattr(exported, "sampling_plan", self.sampling_plan)
         monkeypatch.setattr(exported, "certify_export", lambda *a, **o: self.calls.update(certify=(a, o)))
@@ -292,6 +294,9 @@ def test_what_comes_after_the_bundle_is_checked_before_it(
     ):
         with pytest.raises(InputError, match=message):
             export_certified("runs/x", tmp_path / "o.vitx", options, quiet=True)
+    exporting.labels = ["a", "b\nc"]
+    with pytest.raises(InputError, match=r"the label 'b\\nc' does not fit a line of Triton's labels\.txt: rename"):
+        export_certified("runs/x", tmp_path / "o.vitx", ExportOptions(triton=tmp_path / "models"), quiet=True)
     assert exporting.calls == {}
 
 

@@ -54,13 +54,14 @@ def triton_repository(
         _check_plan_use(info, max_batch, device)
     target = out_dir / bundle.manifest.name
     check_triton_model(target)
+    check_triton_labels(bundle.manifest.labels)
     if plan is None:
         check_triton_precision(bundle.manifest.precision, bundle.manifest.base, device)
     kind = "KIND_GPU" if info is not None or device == "gpu" else "KIND_CPU"
     with staged_folder(target) as stage:
         (stage / "1").mkdir()  # the version of the model
         shutil.copyfile(plan or bundle.model_path, stage / "1" / ("model.onnx" if plan is None else "model.plan"))
-        (stage / LABELS).write_text(_labels(bundle.manifest.labels), encoding="utf-8")
+        (stage / LABELS).write_text("".join(f"{label}\n" for label in bundle.manifest.labels), encoding="utf-8")
         (stage / CONFIG).write_text(
             model_config(
                 bundle, info, max_batch=max_batch, delay_us=max_queue_delay_us, instances=instances, kind=kind
@@ -83,6 +84,13 @@ def check_triton_model(target: Path) -> None:
     check_folder(target)
     if target.exists() and not (target / CONFIG).is_file():
         raise InputError(f"'{target}' exists and is no Triton model: choose another folder")
+
+
+def check_triton_labels(labels: Sequence[str]) -> None:
+    """Raise InputError for a class name that no line of the labels' file can hold."""
+    for label in labels:
+        if label.splitlines() != [label]:
+            raise InputError(f"the label {label!r} does not fit a line of Triton's {LABELS}: rename the class")
 
 
 def model_config(
@@ -148,13 +156,6 @@ def _preferred(sizes: Sequence[int], max_batch: int) -> str:
 def _warm_up(name: str, data_type: str, dims: str, batch: int) -> str:
     inputs = f"key: {_quoted(name)} value {{ data_type: {data_type} dims: [ {dims} ] random_data: true }}"
     return f'model_warmup [ {{ name: "batch {batch}" batch_size: {batch} inputs {{ {inputs} }} }} ]'
-
-
-def _labels(labels: Sequence[str]) -> str:
-    for label in labels:
-        if label.splitlines() != [label]:
-            raise InputError(f"the label {label!r} does not fit a line of Triton's {LABELS}")
-    return "".join(f"{label}\n" for label in labels)
 
 
 def _matching_plan(plan: Path, bundle: Bundle) -> PlanInfo:

@@ -20,7 +20,7 @@ from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
 from vitx.export.bundling import bundle_name
 from vitx.export.hub import check_hub_folder, write_hub_folder
-from vitx.export.triton import check_triton_model, check_triton_precision
+from vitx.export.triton import check_triton_labels, check_triton_model, check_triton_precision
 from vitx.parity.certification import certify_models, record_verdicts
 from vitx.parity.comparison import Comparison
 from vitx.parity.executables.listing import CANDIDATES, INT8, RUNTIMES_BY_DEFAULT
@@ -60,6 +60,7 @@ def export_certified(
     if options.triton is not None:
         written["--triton"] = options.triton / bundle_name(out)
         check_triton_model(written["--triton"])
+        check_triton_labels(_class_names(request))
         if not options.trt:
             check_triton_precision(options.precision, options.base_type())
     _require_apart(written)
@@ -92,6 +93,13 @@ def _require_apart(written: Mapping[str, Path]) -> None:
         first, second = here.resolve(), there.resolve()
         if first.is_relative_to(second) or second.is_relative_to(first):
             raise InputError(f"{one} '{here}' and {other} '{there}' would be in one another: choose folders apart")
+
+
+def _class_names(request: SourceRequest) -> Sequence[str]:
+    """Those that the bundle will have; none of a `model:` without data, whose classes are numbers."""
+    if request.is_model:
+        return open_images(request.data, "val").class_names if request.data else ()
+    return RunFolder.open(request.target).info.class_names
 
 
 def source_request(target: str | Path, options: ExportOptions, weights: str) -> SourceRequest:
