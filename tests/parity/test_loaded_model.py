@@ -291,6 +291,7 @@ def test_what_comes_after_the_bundle_is_checked_before_it(
         (ExportOptions(triton=tmp_path / "file"), "file/o' cannot be a folder: '.*file' is none"),
         (ExportOptions(sign=tmp_path / "none.pem"), r"none\.pem' is no private key of an elliptic curve"),
         (ExportOptions(triton=tmp_path), "o' exists and is no Triton model: choose another folder"),
+        (ExportOptions(for_="cpu", calibration=str(tmp_path / "typo")), "no data at '.*typo'"),
     ):
         with pytest.raises(InputError, match=message):
             export_certified("runs/x", tmp_path / "o.vitx", options, quiet=True)

@@ -52,6 +52,8 @@ def export_certified(
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
     if options.sign is not None:
         check_private_key(options.sign)
+    if options.calibration is not None:  # found later, --for cpu would take it for a reason to leave the int8 graph out
+        open_images(options.calibration, "train")
     out = Path(out or (f"{request.network}.vitx" if request.is_model else f"{target}.vitx"))
     written = {"--out": out}
     if options.hub is not None:
