@@ -221,6 +221,19 @@ def test_maps_of_talking_heads_need_weights_that_fsdp_has_split() -> None:
         check_model(apply_overrides(RECIPE, [*split, change]), network)
 
 
+def test_softmax_maps_of_local_attention_are_refused_where_they_would_be_compared() -> None:
+    """It computes no scores of keys beyond its neighbourhood; the first step said so, when the run was begun."""
+    softmax = ["losses.attention=0.1", "losses.attention_maps=softmax"]
+    kinds: dict[str, Any] = {"depth": 3, "attention": ["plain", "plain", "local"], "global_pool": "avg"}
+    network = timm.create_model("deit_digits", **kinds)
+    with pytest.raises(
+        InputError, match=r"^local attention has no map of all tokens: set losses\.attention_maps=mixed$"
+    ):
+        check_model(apply_overrides(RECIPE, softmax), network)
+    check_model(apply_overrides(RECIPE, [*softmax, "losses.attention_pairs=1"]), network)
+    check_model(apply_overrides(RECIPE, [*softmax, "losses.attention_maps=mixed"]), network)
+
+
 @pytest.mark.parametrize("on", ["losses.cosine=1", "losses.contrastive_variant=official"])
 def test_a_single_patch_has_none_to_be_compared_with(on: str) -> None:
     recipe = apply_overrides(RECIPE, ["losses.cosine=0"])

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
-from vitx.models.attention import TalkingHeadsAttention
+from vitx.models.attention import HeadMixAttention, TalkingHeadsAttention
 from vitx.models.attention_maps import attention_layers
+from vitx.models.window_attention import LocalAttention
 from vitx.train.losses.attention_similarity import attention_loss, check_pairs, record_qkv
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
 from vitx.train.losses.distillation import Teacher
@@ -80,6 +81,7 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
     if losses.attention:
         with record_qkv(model):  # refuses a network without attention layers to compare
             check_pairs(losses.attention_pairs, len(attention_layers(model)) - 1)
+        _check_softmax_maps(losses, model)
         # The maps are computed after their block, whose weights are then split again: only this attention needs them.
         splits = recipe.execution.parallel == "fsdp" and losses.attention_maps == "softmax"
         if splits and any(isinstance(layer, TalkingHeadsAttention) for layer in model.modules()):
@@ -89,6 +91,14 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
             )
     if recipe.cutmix.probability and patch_grid(model) is None:
         raise InputError(f"model '{recipe.model.name}' has no square patch grid for CutMix: set cutmix.probability=0")
+
+
+def _check_softmax_maps(losses: Losses, model: nn.Module) -> None:
+    """Refuse softmax maps of local attention among the layers that are compared: it computes no scores of far keys."""
+    compared = losses.attention_pairs + 1 if losses.attention_pairs else None
+    layers = [layer for layer in model.modules() if isinstance(layer, HeadMixAttention)][:compared]
+    if losses.attention_maps == "softmax" and any(isinstance(layer, LocalAttention) for layer in layers):
+        raise InputError("local attention has no map of all tokens: set losses.attention_maps=mixed")
 
 
 def mix_batch(
