@@ -10,6 +10,7 @@ from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import LocalAttention, PlainAttention, VisionTransformer, WindowAttention, attention_maps
 from vitx.models.alternet import AlterNet, attention_sequence
+from vitx.models.outputs import pooled_tokens
 from vitx.models.window_attention import _from_windows, _padding_mask, _to_windows, relative_position_index
 
 
@@ -135,8 +136,32 @@ def test_local_attention_does_not_mix_heads() -> None:
         with attention_maps(attention, stage=stage) as maps:
             attention(torch.ones(1, 16, 6))
         assert [*maps] == [""]
-        assert maps[""].shape == (1, 2, 16, 9)
+        assert maps[""].shape == (1, 2, 16, 16)
         torch.testing.assert_close(maps[""].sum(dim=-1), torch.ones(1, 2, 16))
+
+
+@pytest.mark.parametrize("kernel_size", [3, 7])
+def test_maps_of_local_attention_have_a_column_for_each_token(kernel_size: int) -> None:
+    """With their values they are its output; over everything they are those of plain attention."""
+    local, plain = LocalAttention(6, 2, kernel_size=kernel_size).double(), PlainAttention(6, 2).double()
+    randomize(plain)
+    local.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with attention_maps(local) as of_local, attention_maps(plain) as of_plain:
+        out = local(x)
+        plain(x)
+    values = local.split_heads(local.qkv(x))[2]
+    torch.testing.assert_close(local.proj((of_local[""] @ values).transpose(1, 2).reshape(x.shape)), out)
+    if kernel_size == 7:
+        torch.testing.assert_close(of_local[""], of_plain[""])
+
+
+def test_local_attention_has_no_rollout_where_a_neighbourhood_has_as_many_places_as_there_are_tokens() -> None:
+    """49 of each: a map over neighbours was taken for one over tokens."""
+    size: dict[str, Any] = {"img_size": 28, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    network = VisionTransformer(**size, attention="local", local_kernel_size=7, global_pool="avg", num_classes=5)
+    with pytest.raises(InputError, match="has no attention and no rollout"):
+        pooled_tokens(network)
 
 
 def test_local_attention_gradients() -> None:

@@ -91,6 +91,10 @@ class HeadMixAttention(nn.Module):
         """Mix the maps over heads, after dropout and before the product with V, in subclasses that do."""
         return maps_BHNN
 
+    def over_tokens(self, maps: Tensor) -> Tensor:
+        """The maps that this layer computes, before or after the mix, with a column for each token: (B, H, N, N)."""
+        return maps
+
     def mixes_linearly(self) -> bool:
         """Whether this layer, in its present mode, mixes heads by fixed matrices alone: what the kernels can do."""
         return False

@@ -60,6 +60,8 @@ def attention_maps(
             elif stage == "softmax" and isinstance(layer, TalkingHeadAttn):
                 # What enters its mix, with heads last: (B, N, N, H).
                 _watch_input(name, layer.proj_w, lambda maps: of(maps.movedim(-1, 1)), collected, restore)
+            elif isinstance(layer, HeadMixAttention):
+                _watch_input(name, layer.attn_drop, _over_tokens(layer, of), collected, restore)
             else:  # before the dropout, which in timm's CaiT stands behind the mix
                 _watch_input(name, layer.attn_drop, of, collected, restore)
         yield collected
@@ -69,6 +71,10 @@ def _unfuse(layer: Any, restore: ExitStack) -> None:
     if getattr(layer, "fused_attn", False):
         layer.fused_attn = False
         restore.callback(setattr, layer, "fused_attn", True)
+
+
+def _over_tokens(layer: HeadMixAttention, of: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda maps: of(layer.over_tokens(maps))
 
 
 def _watch_input(
@@ -88,7 +94,8 @@ def _watch_mixed(
 
     def keep(maps_BHNN: Tensor) -> Tensor:
         mixed_BHNN = mix(maps_BHNN)
-        collected[name] = of(mixed_BHNN if layer.value_scale == 1.0 else mixed_BHNN * layer.value_scale)
+        whole_BHNN = layer.over_tokens(mixed_BHNN)
+        collected[name] = of(whole_BHNN if layer.value_scale == 1.0 else whole_BHNN * layer.value_scale)
         return mixed_BHNN
 
     layer.after_softmax = keep  # type: ignore[method-assign]

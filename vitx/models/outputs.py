@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models.attention_maps import attention_layers, attention_maps
+from vitx.models.window_attention import LocalAttention
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ def pooled_tokens(model: nn.Module) -> PooledTokens:
     """
     network: Any = model
     blocks = len(getattr(model, "blocks", ()))
-    layers = [*attention_layers(model)]
+    layers = attention_layers(model)
+    local = any(isinstance(layer, LocalAttention) for layer in layers.values())
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    if not blocks or layers != [f"blocks.{index}.attn" for index in range(blocks)] or grid is None:
+    if not blocks or local or [*layers] != [f"blocks.{index}.attn" for index in range(blocks)] or grid is None:
         raise InputError(
             f"{type(model).__name__} has no attention and no rollout: these are of transformers whose every block has "
             "one attention over all tokens; leave --output attention and --output rollout out"

@@ -134,6 +134,15 @@ class LocalAttention(HeadMixAttention):
     def softmax_maps(self, q_BHNK: Tensor, k_BHNK: Tensor) -> Tensor:
         raise InputError("local attention has no map of all tokens: set losses.attention_maps=mixed")
 
+    def over_tokens(self, maps_BHNW: Tensor) -> Tensor:
+        """(B, H, N, W) → (B, H, N, N), 0 for keys outside the neighbourhood."""
+        B, H, N, _ = maps_BHNW.shape
+        side = round(N**0.5)
+        tokens = torch.arange(N, dtype=torch.float32, device=maps_BHNW.device).view(1, 1, side, side)
+        key_NW = F.unfold(tokens, self.kernel_size, padding=self.kernel_size // 2)[0].T.long()
+        # A neighbour outside the map is padding, of the number 0; its weight is 0, and nothing is added to token 0.
+        return maps_BHNW.new_zeros(B, H, N, N).scatter_add(-1, key_NW.expand_as(maps_BHNW), maps_BHNW)
+
     def _neighbours(self, x_BHNK: Tensor, side: int) -> Tensor:
         """The keys or values of each token's neighbours, (B, H, N, K) → (B, H, N, W, K), zero outside the map."""
         B, H, N, K = x_BHNK.shape
