@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -151,10 +152,31 @@ def _measure_alone(
 
 
 def compare_representations(
-    first: Source, second: Source, images: ImageSet, options: AnalysisOptions, *, quiet: bool = False
+    first: Source,
+    second: Source,
+    images: ImageSet,
+    options: AnalysisOptions,
+    *,
+    cache: Path | None = None,
+    quiet: bool = False,
 ) -> SimilarityMatrix:
-    """CKA between the units of two networks on the same images; NotApplicable where there is none."""
-    return cka_of_networks([first, second], images, options, "CKA of both", quiet=quiet)
+    """CKA between the units of two networks on the same images; NotApplicable where there is none.
+
+    cache: as in `analyze`.
+    """
+    keys = [_ResultCache(cache, source, images, options).key("cka") for source in (first, second)]
+    path = None if cache is None else cache / f"cka-between-{_digest(keys)}.json"
+    kept = _read_kept(path, quiet=quiet)
+    if kept is not None:
+        with suppress(ValidationError):  # of another form: it is measured again
+            return SimilarityMatrix.model_validate(kept.result)
+    start = time.perf_counter()
+    found = cka_of_networks([first, second], images, options, "CKA of both", quiet=quiet)
+    if path is not None:
+        seconds, result = time.perf_counter() - start, found.model_dump(mode="json")
+        about: dict[str, Any] = {"metric": "cka-between", "key": {"networks": keys}, "not_applicable": None}
+        write_json(path, _CachedResult(seconds=seconds, result=result, **about))
+    return found
 
 
 def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultCache", *, quiet: bool) -> None:
@@ -187,6 +209,21 @@ def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultC
         results.write(name, analysis)
 
 
+def _digest(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read_kept(path: Path | None, *, quiet: bool) -> _CachedResult | None:
+    """The result in a file of the cache; None where there is none that can be read."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        return read_record(path, _CachedResult)
+    except InputError:
+        log(f"analyze: '{path}' is damaged and counts as absent", quiet=quiet)
+        return None
+
+
 class _ResultCache:
     """Results as files METRIC-KEY.json in a folder; another network, image, option or definition is another key."""
 
@@ -205,13 +242,8 @@ class _ResultCache:
 
     def read(self, name: str, analysis: Analysis, *, quiet: bool) -> None:
         """Copy the result of `name` from its file, if there is one that can be read, into `analysis`."""
-        path = self._path(name)
-        if path is None or not path.is_file():
-            return
-        try:
-            kept = read_record(path, _CachedResult)
-        except InputError:
-            log(f"analyze: '{path}' is damaged and counts as absent", quiet=quiet)
+        kept = _read_kept(self._path(name), quiet=quiet)
+        if kept is None:
             return
         if kept.result is not None:
             try:
@@ -228,7 +260,7 @@ class _ResultCache:
             result = analysis.results.get(name)
             kept = _CachedResult(
                 metric=name,
-                key=self._key(name),
+                key=self.key(name),
                 seconds=analysis.seconds[name],
                 result=None if result is None else result.model_dump(mode="json"),
                 not_applicable=analysis.not_applicable.get(name),
@@ -243,13 +275,13 @@ class _ResultCache:
         if self._folder is None:
             return None
         try:
-            key = self._key(name)
+            key = self.key(name)
         except InputError:  # of a checkpoint that cannot be read: whoever measures says so
             return None
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return self._folder / f"{name}-{digest[:16]}.json"
+        return self._folder / f"{name}-{_digest(key)}.json"
 
-    def _key(self, name: str) -> dict[str, Any]:
+    def key(self, name: str) -> dict[str, Any]:
+        """What the result of `name` depends on; raise InputError for a checkpoint that cannot be read."""
         metric = METRICS[name]
         options = self._options.model_dump(mode="json", include={"batch_size", *metric.options})
         if "corrupted" in options:

@@ -57,7 +57,7 @@ def analyze_networks(
             log(f"warning: {source.lacks}")
         analyses.append(analyze(source, images, metrics, options, cache=cache, report=report, quiet=quiet))
     shown = all("cka" in analysis.results for analysis in analyses)
-    cka_between = _cka_between(sources, images, options, quiet=quiet) if shown else None
+    cka_between = _cka_between(sources, images, options, cache, quiet=quiet) if shown else None
     if writer is not None:
         log(f"analyze: {writer.write(analyses, cka_between)}", quiet=quiet)
     return analyses, cka_between
@@ -80,12 +80,13 @@ def _say_what_is_replaced(out: Path, sources: list[Source], images: ImageSet, *,
 
 
 def _cka_between(
-    sources: list[Source], images: ImageSet, options: AnalysisOptions, *, quiet: bool
+    sources: list[Source], images: ImageSet, options: AnalysisOptions, cache: Path | None, *, quiet: bool
 ) -> SimilarityMatrix | None:
     if len(sources) < 2:
         return None
+    first, second = sources
     try:
-        return compare_representations(sources[0], sources[1], images, options, quiet=quiet)
+        return compare_representations(first, second, images, options, cache=cache, quiet=quiet)
     except NotApplicable as reason:
         log(f"analyze: no CKA between the two: {reason}", quiet=quiet)
         return None

@@ -1,6 +1,8 @@
 """CKA: reference numbers, the U-statistic written out, and what it must not depend on."""
 
+from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +11,14 @@ from torch import Tensor
 
 from reference import seq
 from run_fixture import digits_source, trained_deepvit
-from vitx.analyze import AnalysisOptions, analyze
+from vitx.analyze import AnalysisOptions, analyze, compare_representations
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.cka import MinibatchCKA, cka_matrix, grams_of, hsic_1, linear_cka
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import InputError
+from vitx.data.image_set import ImageSet
+from vitx.models.source import Source
 
 X, Y = seq(0, 6, 5), seq(1.3, 6, 4).square()
 
@@ -113,6 +117,29 @@ def u_statistic_by_rows(k: Tensor, l: Tensor) -> float:  # noqa: E741 - the lett
         return inner.fill_diagonal_(0)
 
     return float((centred(k) * centred(l)).sum()) / (n * (n - 3))
+
+
+def test_what_was_measured_between_two_networks_is_kept(tmp_path: Path) -> None:
+    """A second call takes it from its file; of other images, or the other way round, it is another result."""
+    images, (first, second) = open_analysis_images("digits", 12), (digits_source(n, trained_deepvit()) for n in "ab")
+    calls: list[int] = []
+    first.model.register_forward_hook(lambda *_: calls.append(1))
+
+    def between(one: Source, other: Source, images: ImageSet = images) -> tuple[SimilarityMatrix, int]:
+        calls.clear()
+        found = compare_representations(one, other, images, AnalysisOptions(), cache=tmp_path, quiet=True)
+        return found, len(calls)
+
+    second = replace(second, checkpoint_sha256="1" * 64)
+    measured, passes = between(first, second)
+    assert passes
+    assert between(first, second) == (measured, 0)
+    assert between(second, first)[1]
+    assert between(first, second, images.first(8))[1]
+    assert len(list(tmp_path.glob("cka-between-*.json"))) == 3
+    for path in tmp_path.iterdir():
+        path.write_text("{}")
+    assert between(first, second) == (measured, passes)
 
 
 def test_too_few_images_are_refused() -> None:
