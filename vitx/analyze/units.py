@@ -110,7 +110,12 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         yield Unit(f"{name}.attn", "attention", attention, middle, "input", **read)
         if convolved:
             yield Unit(f"{name}.local_mp", "convolution", module.local_mp, module.norm2, "input")
-        yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name, channels_last=nhwc)
+        # The last block of SwinV2-CR, or of each stage, ends with a norm of the stream: no branch adds that.
+        stream_norm = getattr(module, "norm3", None) if isinstance(module, SwinTransformerV2CrBlock) else None
+        if isinstance(stream_norm, nn.LayerNorm):
+            yield Unit(f"{name}.mlp", "mlp", mlp, stream_norm, "input", layer=name)
+        else:
+            yield Unit(f"{name}.mlp", "mlp", mlp, module, layer=name, channels_last=nhwc)
 
 
 def _has_channels_last(block: Any) -> bool:

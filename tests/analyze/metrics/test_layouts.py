@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from timm.models.davit import DaVit
 from timm.models.gcvit import GlobalContextVit
@@ -212,6 +213,30 @@ def test_a_unit_is_compared_with_the_map_that_it_adds_to(name: str, block: str) 
         variance.variance[unit] - before.var(axis=(1, 2), ddof=1).mean(), rel=1e-3, abs=1e-5
     )
     assert fourier.step[unit] == pytest.approx(fourier.units[unit].log_amplitude[-1] - start, abs=1e-3)
+
+
+def test_a_norm_of_the_stream_is_charged_to_no_block() -> None:
+    """SwinV2-CR ends with one, inside its last block: the stream after that block's branches is what enters it."""
+    sizes: dict[str, Any] = {"embed_dim": 24, "depths": (1, 2), "num_heads": (2, 4), "window_size": 4}
+    torch.manual_seed(0)
+    model: Any = randomize_like_trained(
+        timm.create_model("swinv2_cr_tiny_224", img_size=SIDE, num_classes=10, **sizes)
+    ).eval()
+    last, read = model.stages[1].blocks[1], list[Any]()
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].double().numpy().reshape(3, 16, 48)))
+        for module in (last, last.norm3)
+    ]
+    batch, update, variance = batch_of(model), ResidualUpdateMetric(model), VarianceMetric(model)
+    for hook in hooks:
+        hook.remove()
+    update.add(batch)
+    variance.add(batch)
+    before, after = read
+    ratios = np.median(np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1), axis=1)
+    assert update.result().update["stages.1.blocks.1"] == pytest.approx(ratios.mean(), rel=1e-4)
+    expected = after.var(axis=1, ddof=1).mean()
+    assert variance.result().variance["stages.1.blocks.1.mlp"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_step_from_an_input_without_a_map_is_left_out() -> None:

@@ -56,8 +56,11 @@ class ResidualUpdateMetric:
     def add(self, batch: Activations) -> None:
         for previous, first, last, layer in self._blocks:
             before, after = batch.stream_before(first, previous), batch.streams.get(last)
-            if before is not None and after is not None and before.shape == after.shape:
-                self._updates.add(layer, _relative_update(*(self._tokens(last, each) for each in (before, after))))
+            if before is None or after is None:
+                continue
+            before, after = self._tokens(first, before), self._tokens(last, after)
+            if before.shape == after.shape:
+                self._updates.add(layer, _relative_update(before, after))
 
     def _tokens(self, name: str, stream: Tensor) -> Tensor:
         """The stream before or after the unit `name` as tokens (B, N, D); a map of channels is one."""
