@@ -15,6 +15,7 @@ from vitx.analyze.options import AnalysisRequest
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.core.files import check_folder
 from vitx.data.image_set import ImageSet
 from vitx.models.device import choose_device
 from vitx.models.source import Source, SourceRequest
@@ -25,11 +26,13 @@ def analyze_networks(
 ) -> tuple[list[Analysis], SimilarityMatrix | None]:
     """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
 
-    Raises InputError when no data is named and the first network was trained on none, and for `corrupted` without its
-    metric.
+    Raises InputError when no data is named and the first network was trained on none, for `corrupted` without its
+    metric, and where `out` cannot be a folder.
     """
     if request.corrupted is not None and "corruptions" not in metrics:
         raise InputError(f"--corrupted {request.corrupted} is for the metric corruptions: name it with --only")
+    if request.out is not None:
+        check_folder(request.out)
     device = choose_device(request.device)
     options = AnalysisOptions(batch_size=request.batch_size, module=request.module, corrupted=request.corrupted)
     open_data = partial(open_analysis_images, limit=request.images, skip_bad=request.skip_bad)

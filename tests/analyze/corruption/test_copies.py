@@ -129,3 +129,9 @@ def test_damaged_copies_are_refused(cifar_c: Path) -> None:
 def test_copies_without_their_metric_are_refused() -> None:
     with pytest.raises(InputError, match="--corrupted nowhere is for the metric corruptions: name it with --only"):
         analyze_networks(["run"], ("fourier",), AnalysisRequest(corrupted=Path("nowhere")))
+
+
+def test_a_file_in_place_of_the_report_s_folder_is_refused_before_a_network_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "report").touch()
+    with pytest.raises(InputError, match=r"report' cannot be a folder: '.*report' is none"):
+        analyze_networks(["no-run"], ("fourier",), AnalysisRequest(out=tmp_path / "report"))
