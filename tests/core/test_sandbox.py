@@ -19,7 +19,7 @@ import pytest
 from sandbox_jobs import add, divide_by_zero, exit_at_once, fill_memory, kill_self, raise_disk_full, raise_input_error
 from vitx.core import sandbox
 from vitx.core.errors import InputError
-from vitx.core.sandbox import ConversionCrashed, resident_gib, run_limited
+from vitx.core.sandbox import ConversionCrashed, end_with_parent, resident_gib, run_limited, verb_command
 
 
 def test_a_result_comes_back_from_another_process() -> None:
@@ -201,3 +201,21 @@ def test_resident_memory_is_the_second_number_of_statm(tmp_path: Path, monkeypat
     monkeypatch.setattr(sandbox, "Path", lambda place: tmp_path / "statm" if place == "/proc/7/statm" else Path(place))
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.__getitem__)
     assert resident_gib(7) == 3.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word on a parent's end is Linux's")
+def test_a_verb_whose_starter_is_gone_gets_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"from vitx.core.sandbox import {end_with_parent.__name__} as end; end(1 << 22); input()"
+    assert subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=False).returncode == -15
+    monkeypatch.setattr(os, "getpid", lambda: 1 << 22)
+    command = verb_command("--version")
+    monkeypatch.undo()
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == -15
+
+
+def test_a_verb_reads_no_program_of_the_working_folder(tmp_path: Path) -> None:
+    for name in ("statistics.py", "typer.py", "vitx.py"):
+        (tmp_path / name).write_text("raise SystemExit(f'{__file__} was imported')")
+    told = subprocess.run(verb_command("--version"), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (told.stderr, told.returncode) == ("", 0)
+    assert told.stdout.startswith("vitx ")

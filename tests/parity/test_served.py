@@ -16,6 +16,7 @@ import pytest
 
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.sandbox import verb_command
 from vitx.parity import served
 from vitx.parity.served import ServedComparison, classify_all, compare_served, serving
 
@@ -128,7 +129,7 @@ def test_failures_at_the_limits_and_one_float_beyond() -> None:
 
 
 def fake_python(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for `python -m vitx serve`: a shell script that notes its arguments and how it ended."""
+    """Stands for the Python that serves: a shell script that notes its arguments and how it ended."""
     script = folder / "python"
     script.write_text(f'#!/bin/sh\necho "$PYTHONUNBUFFERED $@" > {folder}/arguments\n{lines}\n')
     os.chmod(script, stat.S_IRWXU)
@@ -144,7 +145,7 @@ def test_a_server_is_told_what_to_serve_and_ended_by_sigterm(tmp_path: Path, mon
         assert url == "http://127.0.0.1:9"
         assert not ended.exists()
     assert ended.read_text() == "term\n"
-    told = "1 -m vitx serve a.vitx --port 0 --device cpu"
+    told = " ".join(["1", *verb_command("serve", "a.vitx", "--port", "0", "--device", "cpu")[1:]])
     assert (tmp_path / "arguments").read_text() == f"{told} --allow-uncertified\n"
     ended.unlink()
     with pytest.raises(KeyError), serving(Path("a.vitx"), device="cpu"):

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
+from vitx.core.sandbox import verb_command
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.served import classify_all, serving
@@ -94,9 +94,7 @@ def _vitx(*arguments: object, capture: bool = False) -> str:
     """Run one verb as a user would; return what it printed, if captured."""
     words = [str(argument) for argument in arguments]
     _show(words)
-    finished = subprocess.run(
-        [sys.executable, "-m", "vitx", *words], stdout=subprocess.PIPE if capture else None, text=True, check=False
-    )
+    finished = subprocess.run(verb_command(*words), stdout=subprocess.PIPE if capture else None, text=True, check=False)
     if finished.returncode:
         raise VerbFailed(f"vitx {words[0]}", finished.returncode)
     return finished.stdout or ""

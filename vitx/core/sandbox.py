@@ -1,9 +1,14 @@
-"""Runs a conversion in its own process: a compiler that crashes, hangs or eats memory ends that process, not ours."""
+"""Runs a conversion in its own process: a compiler that crashes, hangs or eats memory ends that process, not ours.
 
+Verbs that other verbs start are processes too, which end with the one that started them.
+"""
+
+import ctypes
 import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -18,6 +23,12 @@ from vitx.core.preprocess import ignore_image_warnings
 ResultT = TypeVar("ResultT")
 
 _POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl(2)
+# In this process's own search path: by itself the command would look into the working folder first.
+_VERB = (
+    "import sys; sys.path[:] = {path!r}; sys.argv[0] = 'vitx'; from vitx.core.sandbox import end_with_parent; "
+    "end_with_parent({parent}); from vitx.cli import main; main()"
+)
 
 
 class ConversionCrashed(VitxError):
@@ -120,3 +131,21 @@ def _cause(exit_code: int | None) -> str:
         return f" of {signal.Signals(-exit_code).name}"
     except ValueError:
         return f" of signal {-exit_code}"
+
+
+def verb_command(*words: str) -> list[str]:
+    """The command that runs a verb, such as `serve`, with its arguments in a process that ends with this one."""
+    code = _VERB.format(path=list(map(str, sys.path)), parent=os.getpid())
+    return [sys.executable, "-c", code, *words]
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to send this process SIGTERM when its `parent` ends, in whatever way; elsewhere do nothing.
+
+    The kernel takes the thread that started this process for the parent.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended before the call
+        os.kill(os.getpid(), signal.SIGTERM)

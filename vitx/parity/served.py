@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -19,6 +18,7 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.core.files import Record
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import Float64Array, log_softmax
+from vitx.core.sandbox import verb_command
 from vitx.data.image_set import ImageSet
 from vitx.parity.comparison import REFERENCE_BATCH, infer
 from vitx.parity.statistics import clopper_pearson_upper
@@ -132,7 +132,7 @@ def serving(
     allow_uncertified: serve a bundle without a passing certificate too. Raises EnvironmentMissing, with the last line
     that the server wrote to stderr, when it does not start.
     """
-    arguments = [sys.executable, "-m", "vitx", "serve", str(bundle), "--port", "0", "--device", device]
+    arguments = verb_command("serve", str(bundle), "--port", "0", "--device", device)
     arguments += ["--runtime", runtime] if runtime != "auto" else []
     process = subprocess.Popen(
         [*arguments, *(["--allow-uncertified"] if allow_uncertified else [])],

@@ -1,10 +1,8 @@
 """The runs of a study: each is a `vitx train` in a separate process, and resumes where it was stopped."""
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,6 +13,7 @@ from types import FrameType
 
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
+from vitx.core.sandbox import verb_command
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.checkpoint import Metrics, is_finished, read_metrics, read_state
 from vitx.train.loop.environment import DataRecord, RunEnvironment
@@ -22,12 +21,6 @@ from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.loop.resuming import CHANGEABLE_SETTINGS
 from vitx.train.recipes.recipe import Recipe, first_difference, read_recipe
 from vitx.train.recipes.registry import resolve_recipe
-
-# What a run's process executes: it asks the kernel for SIGTERM when the study dies, so that no run goes on unseen.
-_CHILD = (
-    "from vitx.train.study.trials import end_with_parent; end_with_parent({parent}); from vitx.cli import main; main()"
-)
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl(2)
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ class Runner:
             words += ["--set", override]
         words += ["--skip-bad"] if self.skip_bad else []
         words += ["--resume"] if RunFolder(folder).exists() else []
-        return [sys.executable, "-c", _CHILD.format(parent=os.getpid()), *words]
+        return verb_command(*words)  # which saves and ends when the study is killed: no run goes on unseen
 
     def _environment(self) -> Mapping[str, str]:
         """The environment of a run's process: one thread if there are several jobs."""
@@ -162,15 +155,6 @@ class Runner:
             self._stopping = True
             for process in self._live:
                 process.send_signal(signal.SIGTERM)
-
-
-def end_with_parent(parent: int) -> None:
-    """Ask Linux to send this process SIGTERM when its `parent` ends, in whatever way; elsewhere do nothing."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended before the call
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
