@@ -203,6 +203,13 @@ def test_resident_memory_is_the_second_number_of_statm(tmp_path: Path, monkeypat
     assert resident_gib(7) == 3.0
 
 
+def test_ctrl_c_reaches_no_process_that_still_imports() -> None:
+    """It belongs to the terminal's process group, and would print a traceback of the child beside it."""
+    blocked = run_limited("asking", signal.pthread_sigmask, signal.SIG_BLOCK, [])
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word on a parent's end is Linux's")
 def test_a_verb_whose_starter_is_gone_gets_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"from vitx.core.sandbox import {end_with_parent.__name__} as end; end(1 << 22); input()"

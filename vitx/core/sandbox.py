@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,14 +52,16 @@ def run_limited(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments), daemon=False)
-    process.start()
-    theirs.close()
     try:
+        with _interrupts_held():
+            process.start()
+        theirs.close()
         answer = _wait(title, process, ours, time.monotonic() + seconds, memory_gib, seconds)
     finally:
         if process.is_alive():
             process.kill()
-        process.join()
+        if process.pid is not None:
+            process.join()
         ours.close()
     kind, value = answer
     if kind == "result":
@@ -66,6 +70,20 @@ def run_limited(
     if isinstance(value, VitxError | OSError):
         raise value
     raise ConversionCrashed(f"{title} failed: {value}")
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A process that starts within the block has SIGINT blocked, for it imports for seconds before it can ignore it."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing's, whose start unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
