@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from timm.data.transforms_factory import transforms_imagenet_train
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
@@ -231,3 +231,15 @@ def test_an_image_that_breaks_later_is_named(workers: int) -> None:
     broken = TrainingData(images, PREPROCESSING, AFFINE, batch_size=2, seed=0)
     with pytest.raises(ImageError, match=r"^5\.png: "):
         list(broken.batches(1, workers))
+
+
+def test_full_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's /dev/shm has 64 MB, less than three batches of 128 images of 224 px for each of two workers."""
+
+    def full(_: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)\n")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    words = r"^no shared memory for a batch of 49,152 bytes \(unable .* \(28\)\): each worker needs 3 .*--shm-size"
+    with pytest.raises(EnvironmentMissing, match=words):
+        list(data(AFFINE).batches(1, workers=1))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError, first_line
 from vitx.core.machine import require_socket_folder
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode, ignore_image_warnings
 from vitx.data.image_set import ImageSet
@@ -66,13 +66,16 @@ class _BatchDataset(Dataset[Any]):
     def __init__(self, images: ImageSet, augment: Augment, seed: int) -> None:
         self.images, self.augment, self.seed = images, augment, seed
 
-    def __getitem__(self, request: _Request) -> torch.Tensor | ImageError:
-        """The images of one batch, uint8 (B, S, S, 3), or the error of one that cannot be read."""
+    def __getitem__(self, request: _Request) -> torch.Tensor | ImageError | EnvironmentMissing:
+        """The images of one batch, uint8 (B, S, S, 3), or the error of one that cannot be read, or of full memory."""
         size = self.augment.preprocessing.image_size
         images = torch.empty(len(request.indices), size, size, 3, dtype=torch.uint8)
         if get_worker_info() is not None:
             # Written straight into memory that the training process reads, so that no copy is sent to it.
-            images.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+            try:
+                images.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+            except RuntimeError as error:
+                return _no_shared_memory(error, images.nbytes)
         pixels = images.numpy()
         try:
             for row, (index, repeat) in enumerate(zip(request.indices.tolist(), request.repeats.tolist(), strict=True)):
@@ -143,7 +146,7 @@ class TrainingData:
 
     def _labelled(self, requests: list[_Request], prepared: Iterator[Any]) -> Iterator[Batch]:
         for request, images in zip(requests, prepared, strict=True):
-            if isinstance(images, ImageError):
+            if isinstance(images, ImageError | EnvironmentMissing):
                 raise images
             yield Batch(request.number, images.numpy(), self.images.labels[request.indices])
 
@@ -171,6 +174,14 @@ class TrainingData:
                 persistent_workers=True,
             )
         return iter(self._loader)
+
+
+def _no_shared_memory(error: RuntimeError, size: int) -> EnvironmentMissing:
+    """What to do where a batch of `size` bytes has no room: a container's /dev/shm has 64 MB unless it was told so."""
+    return EnvironmentMissing(
+        f"no shared memory for a batch of {size:,} bytes ({first_line(error)}): each worker needs "
+        f"{BATCHES_AHEAD + 1} of them; enlarge /dev/shm (docker run --shm-size), or lower workers (--set workers=0)"
+    )
 
 
 def _unchanged(images: Any) -> Any:
