@@ -164,18 +164,20 @@ def compare_representations(
 
     cache: as in `analyze`.
     """
-    keys = [_ResultCache(cache, source, images, options).key("cka") for source in (first, second)]
-    path = None if cache is None else cache / f"cka-between-{_digest(keys)}.json"
+    if cache is None:
+        return cka_of_networks([first, second], images, options, "CKA of both", quiet=quiet)
+    digest = images.digest()  # reads every image
+    keys = [_ResultCache(cache, source, images, options, digest).key("cka") for source in (first, second)]
+    path = cache / f"cka-between-{_digest(keys)}.json"
     kept = _read_kept(path, quiet=quiet)
     if kept is not None:
         with suppress(ValidationError):  # of another form: it is measured again
             return SimilarityMatrix.model_validate(kept.result)
     start = time.perf_counter()
     found = cka_of_networks([first, second], images, options, "CKA of both", quiet=quiet)
-    if path is not None:
-        seconds, result = time.perf_counter() - start, found.model_dump(mode="json")
-        about: dict[str, Any] = {"metric": "cka-between", "key": {"networks": keys}, "not_applicable": None}
-        write_json(path, _CachedResult(seconds=seconds, result=result, **about))
+    seconds, result = time.perf_counter() - start, found.model_dump(mode="json")
+    about: dict[str, Any] = {"metric": "cka-between", "key": {"networks": keys}, "not_applicable": None}
+    write_json(path, _CachedResult(seconds=seconds, result=result, **about))
     return found
 
 
@@ -227,18 +229,18 @@ def _read_kept(path: Path | None, *, quiet: bool) -> _CachedResult | None:
 class _ResultCache:
     """Results as files METRIC-KEY.json in a folder; another network, image, option or definition is another key."""
 
-    def __init__(self, folder: Path | None, source: Source, images: ImageSet, options: AnalysisOptions) -> None:
+    def __init__(
+        self, folder: Path | None, source: Source, images: ImageSet, options: AnalysisOptions, digest: str | None = None
+    ) -> None:
+        """digest: the images', where it is known."""
         self._folder, self._options, self._run = folder, options, RunFolder(source.name)
         self._subject: dict[str, Any] = {}
-        self._copies = ""
         if folder is None:
             return
         # The same weights are another network with other arguments, and see other pixels with other preprocessing.
         about = source.spec.model_dump(mode="json"), source.preprocessing.model_dump(mode="json")
-        self._subject = {"model": source.checkpoint_sha256, "about": about, "images": images.digest()}
+        self._subject = {"model": source.checkpoint_sha256, "about": about, "images": digest or images.digest()}
         self._subject["labels"] = labels_missing(source, images)  # and with other names of classes no answer is wrong
-        if options.corrupted is not None:
-            self._copies = files_digest(Path(options.corrupted))
 
     def read(self, name: str, analysis: Analysis, *, quiet: bool) -> None:
         """Copy the result of `name` from its file, if there is one that can be read, into `analysis`."""
@@ -266,6 +268,11 @@ class _ResultCache:
                 not_applicable=analysis.not_applicable.get(name),
             )
             write_json(path, kept)
+
+    @cached_property
+    def _copies(self) -> str:
+        corrupted = self._options.corrupted
+        return "" if corrupted is None else files_digest(Path(corrupted))
 
     @cached_property
     def _checkpoints(self) -> list[dict[str, str]]:
