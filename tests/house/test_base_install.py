@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from vitx.cli import VERBS
+from vitx.cli.doctor import EXTRAS
 
 
 def closure(distribution: str, extras: set[str]) -> set[str]:
@@ -103,6 +105,17 @@ def test_doctor_runs_in_the_base(base_python: Path) -> None:
     finished = run(base_python, "-m", "vitx", "doctor", "--json")
     assert finished.returncode == 0, finished.stderr
     assert "pip install 'vitx[train]'" in finished.stdout
+
+
+@pytest.mark.parametrize("installed", [*EXTRAS, "otel", "sign", "openvino", "huggingface"])
+def test_the_doctor_calls_no_extra_installed_that_lacks_a_package(installed: str) -> None:
+    """Such as train after export, which brings torch too, or grpc after train, whose tensorboard brings grpcio."""
+    there = {canonicalize_name(name) for name in closure("vitx", {installed})}
+    distributions = metadata.packages_distributions()
+    for extra, (packages, _) in EXTRAS.items():
+        said = all({canonicalize_name(name) for name in distributions[package]} & there for package in packages)
+        needed = {canonicalize_name(name) for name in closure("vitx", {extra})}
+        assert said == (needed <= there), f"{extra} where {installed} is installed"
 
 
 def test_serving_modules_import_without_torch(serve_python: Path) -> None:

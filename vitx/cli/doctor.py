@@ -4,14 +4,14 @@ from importlib.util import find_spec
 
 from vitx.cli.options import Json
 
-# Of each extra: a package whose presence shows that it is installed, and the verbs that need it.
+# Of each extra: packages that are there together only where all of it is, and the verbs that need it.
 EXTRAS = {
-    "train": ("torch", "vitx train, vitx eval RUN, vitx parity"),
-    "analyze": ("matplotlib", "vitx analyze"),
-    "export": ("onnxscript", "vitx export"),
-    "serve": ("starlette", "vitx serve, vitx predict"),
-    "grpc": ("grpc", "vitx serve --grpc-port"),
-    "ray": ("ray", "--ray"),
+    "train": (("torch", "sklearn", "tensorboard"), "vitx train, vitx eval RUN, vitx parity"),
+    "analyze": (("matplotlib", "sklearn", "tensorboard"), "vitx analyze"),
+    "export": (("onnxscript", "timm"), "vitx export"),
+    "serve": (("starlette", "pyarrow", "prometheus_client"), "vitx serve, vitx predict"),
+    "grpc": (("starlette", "grpc"), "vitx serve --grpc-port"),
+    "ray": (("starlette", "ray"), "--ray"),
 }
 
 
@@ -24,8 +24,10 @@ def command(as_json: Json = False) -> None:
     from vitx.runtimes.tensorrt_versions import tensorrt_report
 
     extras = {
-        name: "installed" if find_spec(package) else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"
-        for name, (package, verbs) in EXTRAS.items()
+        name: "installed"
+        if all(map(find_spec, packages))
+        else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"
+        for name, (packages, verbs) in EXTRAS.items()
     }
     runtimes = {name: why_unusable(name) for name in RUNTIMES}
     report: dict[str, object] = {
