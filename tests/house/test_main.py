@@ -12,14 +12,18 @@ import pytest
 import vitx.cli
 
 HALF_WRITTEN = """
-import time, vitx.cli
+import signal, sys, time, vitx.cli
 from pathlib import Path
 from vitx.core.files import staged_folder
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL if sys.argv[1:] == [] else signal.SIG_IGN)
 
 def app():
     with staged_folder(Path("made")) as stage:
         (stage / "file").write_text("half")
         print("begun", flush=True)
+        sys.stdin.readline()
+        print("goes on", flush=True)
         time.sleep(60)
 
 vitx.cli.app = app
@@ -27,14 +31,51 @@ vitx.cli.main()
 """
 
 
-def test_sigterm_removes_what_is_half_written(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HALF_WRITTEN], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_removes_what_is_half_written(tmp_path: Path, number: signal.Signals) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HALF_WRITTEN], cwd=tmp_path, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         assert len([*tmp_path.iterdir()]) == 1
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HALF_WRITTEN, "ignored"], cwd=tmp_path, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(signal.SIGHUP)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"goes on\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 128 + signal.SIGTERM
-    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_second_sighup_does_not_disturb_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def app() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            ended.append("in order")
+
+    monkeypatch.setattr(vitx.cli, "app", app)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as error:
+            vitx.cli.main()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (error.value.code, ended) == (128 + signal.SIGHUP, ["in order"])
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

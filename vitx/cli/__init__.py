@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitx import __version__
-from vitx.core.console import Forgiving, log
+from vitx.core.console import Forgiving, ending_signals, log
 from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, naming_extra
 
 
@@ -144,16 +144,19 @@ def _lacking(error: OSError) -> str | None:
 
 
 def _terminate(number: int, frame: object) -> None:
+    if number != signal.SIGTERM:  # for one closed terminal the system and the shell each send some
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def main() -> None:
     """Run the command line; an error of the user's is one line on standard error, with its exit code.
 
-    SIGTERM unwinds the stack as Ctrl-C does, so that what is half written is removed; some verbs handle it themselves.
+    SIGTERM and the SIGHUP of a closed terminal unwind the stack as Ctrl-C does, so that what is half written is
+    removed; some verbs handle them themselves.
     """
     _open_standard_streams()
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = {number: signal.signal(number, _terminate) for number in ending_signals()}
     try:
         if codecs.lookup(encoding := sys.getfilesystemencoding()).name != "utf-8":
             raise EnvironmentMissing(f"names of files are taken for {encoding} here, expected utf-8: set PYTHONUTF8=1")
@@ -187,4 +190,5 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

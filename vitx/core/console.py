@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,6 +101,13 @@ class Forgiving:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, and SIGHUP, which a closed terminal sends, unless that is ignored, as `nohup` starts a program."""
+    if sys.platform == "win32" or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return (signal.SIGTERM,)
+    return signal.SIGTERM, signal.SIGHUP
 
 
 def log(message: str, *, quiet: bool = False) -> None:

@@ -47,9 +47,32 @@ def test_a_third_signal_ends_what_cannot_unwind(clock: SimpleNamespace, monkeypa
     assert ended == [128 + signal.SIGINT]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_any_number_of_sighups_is_one_request(clock: SimpleNamespace) -> None:
+    request = StopRequest()
+    for seconds in (0.0, 2.0, 4.0):
+        clock.now = 100.0 + seconds
+        request.receive(signal.SIGHUP, None)
+    assert (request.signal, request.interrupted) == (signal.SIGHUP, False)
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGTERM, None)
+
+
+def test_an_ignored_sighup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_request() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.signal == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_is_recorded_inside_the_block_and_the_handlers_come_back(number: signal.Signals) -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests run under nohup
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     try:
         with stop_request() as request:
             assert request.signal == 0
@@ -58,7 +81,7 @@ def test_a_signal_is_recorded_inside_the_block_and_the_handlers_come_back(number
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
 
 
 def test_another_thread_than_the_main_one_has_no_signals() -> None:

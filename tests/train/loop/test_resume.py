@@ -111,8 +111,11 @@ def test_kills_at_random_moments_end_in_the_same_bits(
     assert [event.step for event in events.Scalars("top1")] == [row["epoch"] for row in metrics_of(run)]
 
 
-def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder: Path) -> None:
-    """torchrun and schedulers send SIGTERM to the whole group."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder: Path, number: signal.Signals) -> None:
+    """torchrun and schedulers send SIGTERM to the whole group, and a closed terminal SIGHUP."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests run under nohup
     settings = (*TINY, "epochs=500", "batch_size=4", "checkpoint_steps=1", "workers=2")
     run = tmp_path / "run"
     process = context().Process(target=stop_in_a_group, args=(recipe_of(*settings).on_data(str(image_folder)), run))
@@ -123,9 +126,9 @@ def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert process.pid is not None
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     process.join(HANG)
-    assert process.exitcode == signal.SIGTERM
+    assert process.exitcode == number
 
 
 def test_an_interrupt_says_how_to_resume(start_vitx: Callable[..., VitxProcess], tmp_path: Path) -> None:

@@ -329,9 +329,11 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "epoch 1" in (tmp_path / "logs" / "refused-seed0.log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_stops_the_runs_under_way_and_begins_no_other(tmp_path: Path, number: signal.Signals) -> None:
     assert threading.current_thread() is threading.main_thread()
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests run under nohup
     code = """
 import signal, sys, time
 from pathlib import Path

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from vitx.core.console import ending_signals
+
 # Ctrl-C reaches the processes from the terminal, and again from torchrun: signals this close together are one request.
 SAME_REQUEST_SECONDS = 1.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class TrainingStopped(Exception):
@@ -30,7 +31,8 @@ class StopRequest:
     def receive(self, number: int, _frame: FrameType | None) -> None:
         if not self.signal:
             self.signal, self.received_at = number, time.monotonic()
-        elif time.monotonic() - self.received_at > SAME_REQUEST_SECONDS:
+        # Of SIGHUPs there may be any number: for one closed terminal the system, the shell and torchrun each send some.
+        elif number in (signal.SIGTERM, signal.SIGINT) and time.monotonic() - self.received_at > SAME_REQUEST_SECONDS:
             if self.interrupted:  # what was to unwind waits for something
                 os._exit(128 + number)
             self.received_at, self.interrupted = time.monotonic(), True
@@ -39,7 +41,7 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Record SIGTERM and SIGINT in the yielded `StopRequest` while the block runs, then restore the old handlers.
+    """Record `ending_signals` and SIGINT in the yielded `StopRequest` while the block runs, then restore the handlers.
 
     Python delivers signals to the main thread alone: in another thread nothing is recorded.
     """
@@ -47,7 +49,7 @@ def stop_request() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request.receive) for number in SIGNALS}
+    before = {number: signal.signal(number, request.receive) for number in (*ending_signals(), signal.SIGINT)}
     try:
         yield request
     finally:

@@ -109,7 +109,7 @@ def train(
     Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run,
     when the data or a checkpoint cannot be read, or when `execution.deterministic` is not possible; CheckFailed when a
     loss is no longer finite; EnvironmentMissing when the disk is full or the package wandb is missing; TrainingStopped
-    after a SIGTERM or SIGINT, when all is saved.
+    after a SIGTERM, SIGHUP or SIGINT, when all is saved.
     """
     folder = RunFolder(out)
     require_wandb(wandb)  # before there is a folder

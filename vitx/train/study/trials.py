@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from vitx.core.console import ending_signals
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.core.sandbox import verb_command
@@ -181,17 +182,21 @@ def _study_lock(study: Path) -> Iterator[int]:
 
 @contextmanager
 def _raise_on_signal() -> Iterator[None]:
-    """The first SIGTERM or SIGINT raises TrainingStopped in the main thread, a second one KeyboardInterrupt."""
+    """The first SIGTERM, SIGHUP or SIGINT raises TrainingStopped in the main thread, a second one KeyboardInterrupt.
+
+    A second SIGHUP does nothing: for one closed terminal the system and the shell each send some.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, _frame: FrameType | None) -> None:
         for each in before:
-            signal.signal(each, signal.default_int_handler)
+            asked_again = each in (signal.SIGTERM, signal.SIGINT)
+            signal.signal(each, signal.default_int_handler if asked_again else signal.SIG_IGN)
         raise TrainingStopped(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (*ending_signals(), signal.SIGINT)}
     for number in before:
         signal.signal(number, stop)
     try:

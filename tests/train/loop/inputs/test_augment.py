@@ -313,7 +313,7 @@ def test_workers_are_started_once_and_anew_for_another_number(monkeypatch: pytes
 def test_a_worker_leaves_signals_to_the_process_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     stand_in = SimpleNamespace(
-        **{name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIG_IGN", "SIG_BLOCK")},
+        **{name: getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGTERM", "SIG_IGN", "SIG_BLOCK")},
         signal=lambda *given: done.append(given),
         pthread_sigmask=lambda *given: done.append(given),
         sigwaitinfo=None,
@@ -331,8 +331,9 @@ def test_a_worker_leaves_signals_to_the_process_that_trains(monkeypatch: pytest.
     monkeypatch.setattr(training_data, "ignore_image_warnings", lambda: done.append("bombs"))
     monkeypatch.setattr(os, "getppid", lambda: 77)
     training_data._start_worker(0)
-    ignored, blocked = (signal.SIGINT, signal.SIG_IGN), (signal.SIG_BLOCK, [signal.SIGTERM])
-    assert done == [ignored, "bombs", blocked, (training_data._end_with_parent, (77,), True), "started"]
+    ignored = [(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)]
+    blocked = (signal.SIG_BLOCK, [signal.SIGTERM])
+    assert done == [*ignored, "bombs", blocked, (training_data._end_with_parent, (77,), True), "started"]
     senders, codes = iter([5, 77, 6]), list[int]()
     stand_in.sigwaitinfo = lambda signals: (
         SimpleNamespace(si_pid=next(senders)) if signals == [signal.SIGTERM] else None

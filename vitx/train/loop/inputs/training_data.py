@@ -7,6 +7,7 @@ would share. So the workers are processes, and each sample seeds the generators 
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,7 +195,8 @@ def _start_worker(_: int) -> None:
     A terminal and torchrun signal the whole process group. Only the training process is to react, after the step under
     way; it ends its workers itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *(() if sys.platform == "win32" else (signal.SIGHUP,))):
+        signal.signal(number, signal.SIG_IGN)
     ignore_image_warnings()
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
