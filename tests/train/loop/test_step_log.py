@@ -9,9 +9,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cli_fixture import Vitx
-from vitx.core.files import read_record
+from training_jobs import TINY, metrics_of, recipe_of
+from vitx.core.files import read_record, write_json
 from vitx.train.loop import step_log as module
-from vitx.train.loop.step_log import StepLog
+from vitx.train.loop.step_log import StepLog, lacks_end
+from vitx.train.loop.trainer import Trainer, train
 from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
 
 
@@ -77,3 +79,31 @@ def test_predictions_that_are_not_finite_stop_the_run_before_anything_is_saved(
     code, _, said = vitx("train", "photos", "--data", image_folder, "--out", tmp_path / "run", *settings)
     assert (code, "predictions after epoch 1 are not finite: lower optimizer.lr" in said) == (1, True), said
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_resuming_writes_the_end_that_a_kill_after_the_last_checkpoint_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = recipe_of(*TINY, "epochs=1"), tmp_path / "run"
+    save = Trainer._save
+
+    def save_and_die(self: Trainer) -> None:
+        save(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, run, device="cpu", quiet=True)
+    monkeypatch.setattr(Trainer, "_save", save)
+    killed = read_record(run / PROGRESS_FILE, RunProgress).model_copy(update={"ended": False, "failure": ""})
+    write_json(run / PROGRESS_FILE, killed)
+    assert lacks_end(run)
+    rows = metrics_of(run)
+    assert train(recipe, run, resume=True, device="cpu", quiet=True).resumed_from == 1
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("top1")] == [(1, pytest.approx(rows[0]["top1"]))]
+    ended = read_record(run / PROGRESS_FILE, RunProgress)
+    assert (ended.step, ended.ended, ended.failure) == (rows[0]["step"], True, "")
+    files = sorted(run.rglob("*"))
+    train(recipe, run, resume=True, device="cpu", quiet=True)
+    assert (sorted(run.rglob("*")), metrics_of(run)) == (files, rows), "a run that has its end is left alone"

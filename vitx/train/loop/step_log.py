@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vitx.core.files import write_json
+from vitx.core.files import read_record, write_json
 from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
 
 # Reading a loss waits for the device, so that not every step is read.
 STEPS_BETWEEN_SCALARS = 10
 SECONDS_BETWEEN_FILES = 2.0  # of progress.json, which is flushed to the disk
+
+
+def lacks_end(run: Path) -> bool:
+    """Whether the latest training of the run folder `run` was killed or failed, so that it could not write its end."""
+    path = run / PROGRESS_FILE
+    if not path.is_file():
+        return False
+    progress = read_record(path, RunProgress)
+    return bool(progress.failure) or not progress.ended
 
 
 class StepLog:

@@ -68,7 +68,7 @@ from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check_processes_agree, check_run_folder
 from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
 from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
-from vitx.train.loop.step_log import StepLog
+from vitx.train.loop.step_log import StepLog, lacks_end
 from vitx.train.loop.tensorboard import tensorboard_writer
 from vitx.train.loop.weights_and_biases import require_wandb, wandb_writer
 from vitx.train.losses.distillation import load_teacher
@@ -290,11 +290,12 @@ class Trainer:
     def train(self, wandb: str | None = None, after_epoch: AfterEpoch | None = None) -> TrainingResult:
         """Train the remaining epochs; the arguments and errors are those of the function `train`."""
         done = len(self.history)
-        if not self._finished():
+        # A kill after the last checkpoint leaves its events and the word that the run has ended unwritten.
+        if not self._finished() or lacks_end(self.run.path):
             self._save_initial()
             with ExitStack() as stack:
                 metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
-                for write in metric_writers if done else ():  # a kill may have come before the last epoch was written
+                for write in metric_writers if done else ():  # of the last epoch before this process
                     write(self.history[-1])
                 request = stack.enter_context(stop_request())
                 if self.processes.writes:
