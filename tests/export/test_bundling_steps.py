@@ -251,6 +251,19 @@ def test_where_there_is_no_int8_graph_the_export_says_why(
     assert f"export: no int8 candidate: {reason}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("conversions")
+def test_what_was_written_to_its_place_during_an_export_stays(tmp_path: Path) -> None:
+    out = tmp_path / "net.vitx"
+
+    def write(bundle: Bundle) -> None:
+        out.mkdir()
+        (out / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(InputError, match="exists and is no bundle: choose another --out"):
+        export_bundle(REQUEST, out, accept=write)
+    assert ([*tmp_path.iterdir()], (out / "thesis.txt").read_text()) == ([out], "years of work")
+
+
 def test_what_does_not_accept_the_bundle_keeps_the_old_one(conversions: Conversions, tmp_path: Path) -> None:
     out = tmp_path / "net.vitx"
     before = export_bundle(REQUEST, out)

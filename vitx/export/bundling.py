@@ -105,6 +105,7 @@ def export_bundle(
         manifest = _manifest(bundle_name(out), traced, options, lowered, stage)
         write_json(stage / MANIFEST, manifest)
         accept(Bundle(stage, manifest))
+        check_output(out)  # once more: what another program wrote there since would be removed
     return Bundle.open(out)
 
 
