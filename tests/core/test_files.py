@@ -144,6 +144,17 @@ def test_replace_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+def test_of_two_that_are_done_at_once_the_last_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other has put its folder there since this one looked."""
+    for name in ("new", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    replace_folder(tmp_path / "new", tmp_path / "target")
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
 def test_links_switch(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -267,20 +267,27 @@ def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
 def _place_folder(new: Path, target: Path) -> None:
     with suppress(OSError):
         target.rmdir()  # an empty one, which Windows does not replace
+    if not _renamed(new, target):
+        raise InputError(f"'{target}' was made by another process in the meantime: choose another folder")
+    sync(target.parent)
+
+
+def _renamed(new: Path, target: Path) -> bool:
+    """Rename a folder; return False where `target` is one that is not empty, perhaps since a moment ago."""
     try:
         os.rename(new, target)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        raise InputError(f"'{target}' was made by another process in the meantime: choose another folder") from None
-    sync(target.parent)
+        return False
+    return True
 
 
 def replace_folder(new: Path, target: Path) -> None:
     """Put the folder `new` in the place of `target`; on Linux in one step, so that `target` always exists."""
     old: Path | None = None
-    if not target.exists():
-        os.rename(new, target)
+    if not target.exists() and _renamed(new, target):
+        pass
     elif _exchange(new, target):
         old = new
     else:
