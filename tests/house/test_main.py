@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import vitx.cli
+from cli_fixture import Vitx
 
 HALF_WRITTEN = """
 import signal, sys, time, vitx.cli
@@ -76,6 +77,14 @@ def test_a_second_sighup_does_not_disturb_the_end(monkeypatch: pytest.MonkeyPatc
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (error.value.code, ended) == (128 + signal.SIGHUP, ["in order"])
+
+
+def test_ctrl_c_of_a_verb_says_so(monkeypatch: pytest.MonkeyPatch, vitx: Vitx) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vitx.cli.recipes.command", interrupt)
+    assert vitx("recipes") == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

@@ -112,7 +112,11 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
             from vitx.core.preprocess import ignore_image_warnings  # here, so that --help imports no Pillow
 
             ignore_image_warnings()
-            command(*arguments, **options)
+            try:
+                command(*arguments, **options)
+            except KeyboardInterrupt:  # which typer takes for an exit
+                log("interrupted")
+                raise
 
     return run
 
@@ -186,8 +190,8 @@ def main() -> None:
             raise
         print(f"error: a name that is not UTF-8 cannot be used here: {error.object!a}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt:  # while a verb is imported
+        log("interrupted")
         sys.exit(130)
     finally:
         for number, handler in before.items():
