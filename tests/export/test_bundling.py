@@ -104,6 +104,9 @@ def test_a_failed_export_leaves_the_old_bundle(
         ("runs/none", (), "no run at 'runs/none'"),
         ("model:deepvit_digits", ("--uncertified", "--out", "precious"), "'precious' exists and is no bundle"),
         ("model:deepvit_digits", ("--uncertified", "--out", "a b.vitx"), "cannot be a bundle's name"),
+        ("model:deepvit_digits", ("--explain", "--out", "a"), "only prints what rewrites remove: leave --out a out"),
+        ("model:deepvit_digits", ("--explain", "--precision", "fp16"), "remove: leave --precision out"),
+        ("model:deepvit_digits", ("--explain", "--openvino"), "only prints what rewrites remove: leave --openvino out"),
     ],
 )
 def test_what_cannot_be_exported(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitx.cli.options import Json, Quiet, from_records
+from vitx.core.errors import InputError
 from vitx.export.options import ExportOptions
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def command(
 
         source = with_arguments(source, model_arg)
     if options.explain:
+        if out is not None:
+            raise InputError(f"--explain only prints what rewrites remove: leave --out {out} out")
         _explain(source, weights, options, as_json=as_json)
         return
     from vitx.core.console import log_next
