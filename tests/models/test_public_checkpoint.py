@@ -69,9 +69,11 @@ def test_wrapped_files_load(tmp_path: Path, wrapper: str | None, prefix: str) ->
     torch.testing.assert_close(target(images), source(images))
 
 
-def test_safetensors_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_safetensors_load(tmp_path: Path, prefix: str) -> None:
     source, target = randomize(network()), network()
-    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    state = {prefix + key: value for key, value in source.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
     assert load_public_checkpoint(target, tmp_path / "model.safetensors").lines() == []
 
 

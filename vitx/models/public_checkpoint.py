@@ -155,7 +155,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise InputError(f"no checkpoint at '{path}'")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)
+            return _unwrapped(load_file(path))
         except SafetensorError as error:
             raise InputError(f"'{path}' is not a safetensors file: {error}") from None
     try:
@@ -181,7 +181,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             break
     if not isinstance(content, dict) or not content or not all(map(_is_plain, content.values())):
         raise InputError(f"'{path}' holds no dictionary of plain tensors, nor one under {', '.join(CONTAINERS)}")
-    return {str(key).removeprefix("module."): value for key, value in content.items()}
+    return _unwrapped(content)
+
+
+def _unwrapped(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+    """Without what PyTorch's data parallelism puts before every name."""
+    return {str(key).removeprefix("module."): value for key, value in tensors.items()}
 
 
 def _is_plain(value: object) -> bool:
