@@ -261,6 +261,7 @@ def test_further_outputs_are_looked_for_and_described(loaded: type[Loaded], bund
 def test_bf16_that_a_cpu_cannot_load(loaded: type[Loaded], bundle: Bundle) -> None:
     loaded.error = native.NotImplemented("\n no kernel\nmore")
     message = r"^'tiny' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU \(no kernel\): run the fp32"
+    message += r" or fp16 bundle on this machine, this one with the runtime openvino \(`vitx export --openvino`\), or"
     half_base = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": "int8", "base": "bf16"}))
     for unknown in (of_precision(bundle, "bf16"), half_base):
         with pytest.raises(EnvironmentMissing, match=message):

@@ -134,7 +134,8 @@ class OnnxRuntimeSession(Session):
             if providers[0] == _CPU and "bf16" in (self._manifest.precision, self._manifest.base):
                 raise EnvironmentMissing(
                     f"'{self._manifest.name}' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU "
-                    f"({first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
+                    f"({first_line(error)}): run the fp32 or fp16 bundle on this machine, this one with the "
+                    "runtime openvino (`vitx export --openvino`), or on an NVIDIA GPU"
                 ) from None
             what = f"{MODEL} with {', '.join(self.outputs)}" if isinstance(graph, bytes) else graph
             raise InputError(f"ONNX Runtime cannot load {what}: {error}") from None
