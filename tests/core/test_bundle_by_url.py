@@ -233,6 +233,24 @@ def test_a_file_that_is_not_the_manifests_leaves_nothing(store: Any, cache: Path
     assert [path for path in cache.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda copy: (copy / MODEL).unlink(),
+        lambda copy: (copy / MODEL).write_bytes(b"cut"),
+        lambda copy: (copy / MANIFEST).write_bytes((copy / MANIFEST).read_bytes().replace(b'"tiny"', b'"toys"')),
+        lambda copy: (copy / CERTIFICATE).write_bytes(b"{}"),
+    ],
+)
+def test_a_copy_that_is_no_longer_what_was_copied_is_made_again(store: Any, made: Bundle, damage: Any) -> None:
+    """A tool that clears caches takes single files, a full disk cuts them, and the store has them all."""
+    copy = local_bundle("memory://b/tiny.vitx")
+    damage(copy)
+    assert local_bundle("memory://b/tiny.vitx") == copy
+    assert Bundle.open(copy).manifest == made.manifest
+    assert not (copy / CERTIFICATE).exists()
+
+
 def test_a_file_that_is_missing_is_named(store: Any) -> None:
     store.rm(f"/b/tiny.vitx/{MODEL}")
     with pytest.raises(InputError, match=f"{MODEL}' is listed in the manifest and cannot be read"):

@@ -351,7 +351,8 @@ def url_of(path: Path | str) -> str | None:
 def local_bundle(path: Path | str) -> Path:
     """The folder of a bundle: `path` itself, or the copy of a URL's in this machine's cache, made now if there is none.
 
-    Its manifest, certificate and signature are read each time: a new one is another copy.
+    Its manifest, certificate and signature are read each time: a new one is another copy. One that is not whole any
+    more is made again.
 
     s3://BUCKET/NAME.vitx, gs://…, az://…, hf://USER/REPOSITORY/NAME.vitx, https://…: what fsspec and its packages open,
     with their ways to give credentials. Raises InputError for what is no bundle, CheckFailed for a file that is not the
@@ -368,12 +369,12 @@ def local_bundle(path: Path | str) -> Path:
         manifest = Manifest.model_validate_json(heads[MANIFEST])
     except ValidationError as error:
         raise InputError(f"'{store.url}/{MANIFEST}' is not a valid manifest: {error.errors()[0]['msg']}") from None
+    for name in manifest.files:
+        if not _names_a_file(name, manifest.files):
+            raise InputError(f"'{store.url}/{MANIFEST}' lists '{name[:80]}': expected the path of a file in it")
     version = sha256_bytes(repr((store.url, sorted(heads.items()))).encode())[:32]
     folder = cache_folder() / "bundles" / version / f"{manifest.name}.vitx"
-    if not folder.is_dir():
-        for name in manifest.files:
-            if not _names_a_file(name, manifest.files):
-                raise InputError(f"'{store.url}/{MANIFEST}' lists '{name[:80]}': expected the path of a file in it")
+    if not _is_copy(folder, heads, manifest.files):
         size = sum(entry.size for entry in manifest.files.values())
         log(f"vitx: copying {store.url} ({size / 1e6:.1f} MB) to {folder}")
         if (latency := store.small(LATENCY)) is not None:
@@ -384,6 +385,18 @@ def local_bundle(path: Path | str) -> Path:
             for name, entry in manifest.files.items():
                 store.copy(name, stage / name, entry)
     return folder
+
+
+def _is_copy(folder: Path, heads: Mapping[str, bytes], files: Mapping[str, FileEntry]) -> bool:
+    """Whether a store's files are all in `folder`: those that were read as they are, the others by their size.
+
+    What clears a cache may take some files alone. `Bundle.open` verifies the digests.
+    """
+    copies = {
+        name: path.read_bytes() for name in (MANIFEST, CERTIFICATE, SIGNATURE) if (path := folder / name).is_file()
+    }
+    sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
+    return copies == heads and sizes == {name: entry.size for name, entry in files.items()}
 
 
 def _names_a_file(name: str, files: Mapping[str, FileEntry]) -> bool:
