@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import re
+import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +273,48 @@ def test_an_image_of_another_size_is_refused_before_it_is_decoded(witnessed: Bun
     )
     with pytest.raises(InputError, match=re.escape("is RGB 4000 x 4000: expected (16, 16, 3)")):
         read_witness(changed)
+
+
+@pytest.mark.parametrize("population", [10**12, 10**400], ids=["10^12", "10^400"])
+def test_a_population_that_would_take_hours_to_count_is_refused(witnessed: Bundle, population: int) -> None:
+    with pytest.raises(InputError, match="is no witness set: population"):
+        read_witness(rewritten(witnessed, info={"population": population}))
+
+
+@pytest.mark.parametrize("shape", [(-1, 1), (2, -1)])
+def test_ends_in_rows_are_refused(witnessed: Bundle, shape: tuple[int, ...]) -> None:
+    ends = np.arange(1, WITNESS_IMAGES + 1).reshape(shape)
+    changed = rewritten(witnessed, ends=ends, logits=np.zeros((len(ends), len(LABELS))))
+    with pytest.raises(InputError, match="is no witness set: expected the tensors png, ends, logits"):
+        read_witness(changed)
+
+
+def test_one_end_that_is_no_list_is_refused(witnessed: Bundle) -> None:
+    with pytest.raises(InputError, match="is no witness set: expected the tensors png, ends, logits"):
+        read_witness(rewritten(witnessed, ends=np.array(1)))
+
+
+def test_an_image_that_pillow_does_not_open_for_its_size_is_refused(witnessed: Bundle) -> None:
+    """Its header says 60,000 x 60,000: Pillow's own error for it is of no kind that other files raise."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    bomb += b"\0\0\0\0IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+    changed = rewritten(
+        *(witnessed,), png=np.frombuffer(bomb, np.uint8), ends=np.array([len(bomb)]), logits=np.zeros((1, len(LABELS)))
+    )
+    with pytest.raises(CheckFailed, match=r"image 0 of .* was altered"):
+        read_witness(changed)
+
+
+def test_a_type_that_numpy_does_not_have_is_refused(witnessed: Bundle) -> None:
+    path = witnessed.path / WITNESS
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    header = {"__metadata__": metadata, "png": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0")
+    with pytest.raises(InputError, match="is no witness set"):
+        read_witness(seal_manifest(witnessed.path))
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"x" * 100, b"\xff" * 100])

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from vitx.core.bundle import WITNESS, Bundle
 from vitx.core.errors import CheckFailed, InputError, first_line
-from vitx.core.files import Record, sha256_bytes, write_bytes
+from vitx.core.files import Record, first_fault, sha256_bytes, write_bytes
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
 
@@ -32,7 +32,8 @@ class WitnessInfo(Record):
     format_version: Literal[1] = 1
     split: str
     split_sha256: str = Field(description="of keys, labels and bytes of all images of the split")
-    population: int = Field(description="images of the split")
+    # Counting the flips of more would take minutes, and of a number without an end all memory.
+    population: int = Field(le=10**8, description="images of the split")
     census: int = Field(description="the first images here: those of smallest margin in the split, all of them")
     seed: int = Field(description="of the random choice of the other images among the other images of the split")
     labels: tuple[str, ...]
@@ -103,11 +104,12 @@ def read_witness(bundle: Bundle) -> Witness | None:
         with safe_open(path, framework="numpy") as file:
             info = WitnessInfo.model_validate_json((file.metadata() or {}).get(_METADATA, ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except (SafetensorError, ValidationError) as error:
-        raise InputError(f"{path} is no witness set: {first_line(error)}; export the bundle again") from None
+    except (SafetensorError, ValidationError, AttributeError, TypeError) as error:  # the last two: no type of numpy's
+        why = first_fault(error, "its metadata") if isinstance(error, ValidationError) else first_line(error)
+        raise InputError(f"{path} is no witness set: {why}; export the bundle again") from None
     widths = {str(spec.name): spec.shape[1:] for spec in bundle.manifest.outputs}
     expected = {**_TENSORS, **dict.fromkeys(widths, "float32")}
-    if {name: str(tensor.dtype) for name, tensor in tensors.items()} != expected:
+    if {name: str(tensor.dtype) for name, tensor in tensors.items()} != expected or tensors["ends"].ndim != 1:
         raise InputError(f"{path} is no witness set: expected the tensors {', '.join(expected)}; export it again")
     logits, ends = tensors["logits"], tensors["ends"]
     if info.labels != bundle.manifest.labels or logits.shape != (len(ends), len(info.labels)):
@@ -132,7 +134,7 @@ def read_witness(bundle: Bundle) -> Witness | None:
 def _decode(path: Path, encoded: bytes, ends: npt.NDArray[np.int64], shape: tuple[int, ...]) -> UInt8Array:
     """The images (N, S, S, 3); one of another size is refused before its pixels are decoded."""
     starts = np.concatenate([[0], ends[:-1]])
-    if ends.ndim != 1 or not len(ends) or (starts >= ends).any() or ends[-1] != len(encoded):
+    if not len(ends) or (starts >= ends).any() or ends[-1] != len(encoded):
         raise InputError(f"{path} is no witness set: its images overlap or lie outside; export the bundle again")
     pixels = np.empty((len(ends), *shape), dtype=np.uint8)
     for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -141,7 +143,7 @@ def _decode(path: Path, encoded: bytes, ends: npt.NDArray[np.int64], shape: tupl
                 fits = (image.height, image.width, 3) == shape and image.mode == "RGB"
                 if fits:
                     pixels[place] = np.asarray(image)
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise CheckFailed(f"image {place} of {path} was altered ({error}): export the bundle again") from None
         if not fits:
             raise InputError(
