@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bundle_fixture import NumpySession
+from bundle_fixture import NumpySession, with_embedding
 from vitx.core import machine
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
-from vitx.core.files import cache_folder, write_json
+from vitx.core.files import cache_folder, read_record, write_json
 from vitx.parity.executables import first_load
 from vitx.parity.executables.first_load import certify_here, require_verdict
 from vitx.parity.executables.judgement import judge_executable
@@ -185,6 +185,20 @@ def version_1(bundle: Bundle) -> None:
     plain = {**json.loads(certificate.file_bytes()), "sha256": certificate.digest()}
     assert "executables" not in plain
     write_json(bundle.path / CERTIFICATE, plain)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_without_a_witness_set_no_output_is_certified(bare: Bundle, version: int) -> None:
+    """Nothing has measured it: neither version 1, which knows none, nor a verdict on logits with its files listed."""
+    bundle = with_embedding(bare)
+    with load_session(bundle, "onnxruntime-cpu", device="cpu", threads=1, outputs=("embedding",)) as session:
+        (verdict,) = read_record(bundle.path / CERTIFICATE, Certificate).executables
+        whole = verdict.model_copy(update={"executable": executable_of(bundle.subject(), session)})
+        seal_certificate(bundle, executables=(whole,))
+        if version == 1:
+            version_1(bundle)
+        with pytest.raises(CheckFailed, match="no witness set, which alone certifies embedding"):
+            require_verdict(bundle, session)
 
 
 def test_version_1_covers_onnx_runtime_on_a_cpu_only(bare: Bundle) -> None:

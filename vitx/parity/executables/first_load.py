@@ -14,7 +14,7 @@ from vitx.parity.executables.witness import Witness, read_witness
 from vitx.parity.loaded_model import DEFAULT_RUNTIME
 from vitx.parity.options import ParityOptions
 from vitx.runtimes import load_session
-from vitx.runtimes.session import Session, executable_of
+from vitx.runtimes.session import Session, executable_of, outputs_of
 
 
 def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) -> Verdict:
@@ -22,7 +22,7 @@ def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) ->
 
     With a witness set the certificate's word is not taken: the set is run, once on this machine, and the verdict kept
     in the user's cache. Without one the certificate must have a passing verdict on exactly this executable: the same
-    files, runtime, version, provider and instruction sets.
+    files, runtime, version, provider and instruction sets; no further output is certified then.
     """
     certificate = bundle.require_certificate()
     executable = executable_of(bundle.subject(), session)
@@ -85,6 +85,11 @@ def _judged(
 
 
 def _certified(bundle: Bundle, certificate: Certificate, executable: Executable) -> Verdict:
+    if outputs := outputs_of(executable):
+        raise CheckFailed(
+            f"'{bundle.path}' has no witness set, which alone certifies {', '.join(sorted(outputs))}: export it again, "
+            "with one (--witness)"
+        )
     remedy = (
         f"compare it with the run here: `vitx parity RUN BUNDLE --runtime {executable.runtime}`, or export the bundle "
         "again, with a witness set (--witness)"
