@@ -82,6 +82,7 @@ def test_a_certificate_is_reproduced_number_by_number(bundle: Bundle) -> None:
         ("top-1 of the reference", expected.accuracy_reference),
         ("top-1 of the candidate", expected.accuracy_candidate),
         ("flips", 2),
+        ("flip rate bound", expected.flip_rate_bound),
         ("class of every image, sha256", expected.classes_sha256[:16]),
         ("largest logit error", expected.max_logit_error),
         ("mean logit error", expected.mean_logit_error),
@@ -91,6 +92,7 @@ def test_a_certificate_is_reproduced_number_by_number(bundle: Bundle) -> None:
     alone = replay(bundle, certified(), IMAGES, candidate_session(), quiet=True)
     assert [(number.name, number.certified, number.seen, number.agrees) for number in alone] == [
         ("images", 40, 40, True),
+        ("flip rate bound", expected.flip_rate_bound, expected.flip_rate_bound, True),
         ("top-1 of the candidate", expected.accuracy_candidate, expected.accuracy_candidate, True),
         ("class of every image, sha256", expected.classes_sha256[:16], expected.classes_sha256[:16], True),
     ]
@@ -109,6 +111,7 @@ def test_a_certificate_is_reproduced_number_by_number(bundle: Bundle) -> None:
         ({"flips": ()}, "flips"),
         ({"flips": certified().flips[:1]}, "flips"),
         ({"flips": (certified().flips[0], certified().flips[0].model_copy(update={"key": "image 5"}))}, "flips"),
+        ({"flip_rate_bound": 0.001}, "flip rate bound"),
         ({"classes_sha256": "0" * 64}, "class of every image, sha256"),
         ({"max_logit_error": certified().max_logit_error / 4.001}, "largest logit error"),
         ({"mean_logit_error": certified().mean_logit_error / 4.001}, "mean logit error"),
@@ -123,10 +126,11 @@ def test_one_changed_number_alone_is_noticed(bundle: Bundle, changes: dict[str, 
     ("changes", "names"),
     [
         ({"images": 41}, ["images"]),
+        ({"flip_rate_bound": 0.001}, ["flip rate bound"]),
         ({"accuracy_candidate": 0.5}, ["top-1 of the candidate"]),
         ({"classes_sha256": "0" * 64}, ["class of every image, sha256"]),
-        # Without its flips the accuracy of the classes in the main pass is another one.
-        ({"flips": certified().flips[:1]}, ["top-1 of the candidate"]),
+        # Without its flips the bound and the accuracy of the classes in the main pass are others.
+        ({"flips": certified().flips[:1]}, ["flip rate bound", "top-1 of the candidate"]),
     ],
 )
 def test_the_candidate_alone_notices_its_own_numbers(bundle: Bundle, changes: dict[str, Any], names: list[str]) -> None:
@@ -160,7 +164,7 @@ def test_batches_are_those_of_the_certificate(bundle: Bundle) -> None:
     for batch_size, sizes in ((8, [8] * 5), (0, [32, 8]), (16, [16, 16, 8])):
         session = candidate_session()
         certificate = certified().model_copy(update={"batch_size": batch_size})
-        assert [number.agrees for number in replay(bundle, certificate, IMAGES, session, quiet=True)] == [True] * 3
+        assert [number.agrees for number in replay(bundle, certificate, IMAGES, session, quiet=True)] == [True] * 4
         assert [len(batch) for batch in session.batches] == sizes
 
 

@@ -23,6 +23,7 @@ from vitx.parity.comparison import infer
 from vitx.parity.executables.listing import CANDIDATES, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 from vitx.parity.options import ParityOptions
+from vitx.parity.statistics import clopper_pearson_upper
 from vitx.parity.verdict import check_labels
 from vitx.runtimes.session import Session, device_name
 
@@ -132,7 +133,7 @@ def replay(
 
     With a reference the whole comparison is repeated: flips, accuracies and classes must be the same, errors of logits
     at most four times the certified ones. Without one, the candidate alone is run: its accuracy and its class of every
-    image must be the certified ones.
+    image must be the certified ones, and the bound what the certified flips prove.
     """
     check_labels(images, bundle.manifest.labels)
     if reference is None:
@@ -159,6 +160,7 @@ def replay(
         _same("top-1 of the reference", certificate.accuracy_reference, now.accuracy_reference),
         _same("top-1 of the candidate", certificate.accuracy_candidate, now.accuracy_candidate),
         ReplayedNumber("flips", len(certified_flips), len(flips), certified_flips == flips),
+        _bound(certificate, now.flip_rate_bound),
         _same("class of every image, sha256", certificate.classes_sha256[:16], now.classes_sha256[:16]),
         _near("largest logit error", certificate.max_logit_error, now.max_logit_error),
         _near("mean logit error", certificate.mean_logit_error, now.mean_logit_error),
@@ -177,8 +179,10 @@ def _replay_candidate(
     counted = [moved.get(key, int(found)) for key, found in zip(images.keys, classes, strict=True)]
     accuracy = float(np.mean(np.array(counted) == images.labels))
     digest = sha256_bytes(classes.astype("<i4").tobytes())
+    flips = min(len(certificate.flips), len(images))
     return (
         _same("images", certificate.images, len(images)),
+        _bound(certificate, clopper_pearson_upper(flips, len(images))),
         _same("top-1 of the candidate", certificate.accuracy_candidate, accuracy),
         _same("class of every image, sha256", certificate.classes_sha256[:16], digest[:16]),
     )
@@ -221,6 +225,11 @@ def _same(name: str, certified: float | str, seen: float | str) -> ReplayedNumbe
     if isinstance(certified, float) and isinstance(seen, float):
         equal = math.isclose(certified, seen, rel_tol=1e-12)
     return ReplayedNumber(name, certified, seen, equal)
+
+
+def _bound(certificate: Certificate, seen: float) -> ReplayedNumber:
+    certified = certificate.flip_rate_bound
+    return ReplayedNumber("flip rate bound", certified, seen, math.isclose(certified, seen, rel_tol=1e-6))
 
 
 def _near(name: str, certified: float, seen: float) -> ReplayedNumber:
