@@ -296,6 +296,15 @@ def test_batch_sizes_are_those_asked_for_or_those_of_the_plans(bundle: Bundle, i
     assert asked.batch_sizes == (1, 16)
 
 
+def test_what_is_written_is_of_all_batch_sizes(bundle: Bundle, images: ImageSet) -> None:
+    """Images that run alone have no neighbours, and a server puts those of strangers together."""
+    with pytest.raises(InputError, match=r"a certificate is of all batch sizes, and 2, 7, 32 of .* are left out"):
+        certify_models(model(), model(bundle), images, batch_sizes=(1,), write=True, quiet=True)
+    assert not (bundle.path / CERTIFICATE).exists()
+    more = (1, 2, 5, 7, 32)
+    assert certify_models(model(), model(bundle), images, batch_sizes=more, write=True, quiet=True).batch_sizes == more
+
+
 def test_each_model_reads_images_of_its_own_preprocessing(images: ImageSet) -> None:
     sides: dict[str, set[int]] = {"reference": set(), "candidate": set()}
 

@@ -131,7 +131,7 @@ def certify_models(
 
     What is written has a verdict on every executable of the bundle in one of `runtimes` that can run here. device:
     where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`)
-    for which there are enough images.
+    for which there are enough images; a certificate that is written is of all of these.
     token_similarity: called once the checks below have passed, for it takes a pass over some images. add_evidence:
     called before a passing certificate is written; it may put a witness set into the bundle, and returns the bundle
     with it. Raises InputError when a model's classes are not the images' or the images are too few, CheckFailed for a
@@ -146,6 +146,10 @@ def certify_models(
     bundle = candidate.bundle
     if write and bundle is None:
         raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
+    if write and bundle is not None and (left_out := sizes_left_out(bundle, len(images), batch_sizes)):
+        raise InputError(
+            f"a certificate is of all batch sizes, and {', '.join(left_out)} of '{bundle.path}' are left out"
+        )
     criteria = AcceptanceCriteria(
         batch_sizes=batch_sizes or _default_batch_sizes(bundle, len(images), quiet=quiet),
         max_flip_rate=max_flip_rate,
@@ -242,6 +246,12 @@ def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:
         for profile in plan.profiles
     )
     return tuple(sorted({*BATCH_SIZES, *(size for size in ends if size >= 1)}))
+
+
+def sizes_left_out(bundle: Bundle, images: int, batch_sizes: Sequence[int] | None) -> list[str]:
+    """Those of `bundle_batch_sizes`, as far as there are enough images, that the chosen ones, if any, leave out."""
+    wanted = [size for size in bundle_batch_sizes(bundle) if size <= images]
+    return [str(size) for size in wanted if batch_sizes and size not in batch_sizes]
 
 
 def _default_batch_sizes(bundle: Bundle | None, images: int, *, quiet: bool) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import check_file, write_bytes
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.certification import bundle_batch_sizes, certify_models, record_verdicts, warn_of_other_weights
+from vitx.parity.certification import certify_models, record_verdicts, sizes_left_out, warn_of_other_weights
 from vitx.parity.html_report import render
 from vitx.parity.loaded_model import LoadedModel, open_model, require_run
 from vitx.parity.options import ParityOptions
@@ -113,9 +113,7 @@ def _all_sizes_run(candidate: LoadedModel, images: ImageSet, options: ParityOpti
     """Whether a bundle is run at every batch size of its certificate; where `--batch-sizes` leaves some out, say so."""
     if candidate.bundle is None:
         return False
-    wanted = [size for size in bundle_batch_sizes(candidate.bundle) if size <= len(images)]
-    left_out = [str(size) for size in wanted if options.batch_sizes and size not in options.batch_sizes]
-    if left_out:
+    if left_out := sizes_left_out(candidate.bundle, len(images), options.batch_sizes):
         log(f"parity: nothing is written into the bundle: --batch-sizes leaves out {', '.join(left_out)}", quiet=quiet)
     return not left_out
 
