@@ -17,12 +17,17 @@ def open_analysis_images(
     InputError when there are none, and as `open_images` for what cannot be read.
     """
     data = str(data)
-    # The name of a set is no folder, even where one has that name: a run's, such as runs/digits seen from runs.
-    if data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data)):
+    if is_plain_folder(data):
         images = _without_labels(Path(data), skip_bad=skip_bad, check_size=check_size)
     else:
         images = open_images(data, "val", skip_bad=skip_bad, check_size=check_size)
     return images.evenly_spaced(limit)
+
+
+def is_plain_folder(data: str) -> bool:
+    """Whether `data` is a folder of images without labels."""
+    # The name of a set is no folder, even where one has that name: a run's, such as runs/digits seen from runs.
+    return data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data))
 
 
 def _without_labels(root: Path, *, skip_bad: bool, check_size: CheckSize | None) -> ImageSet:

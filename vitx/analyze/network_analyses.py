@@ -9,7 +9,7 @@ from typing import Any
 
 from vitx.analyze.analysis import Analysis, analyze, compare_representations
 from vitx.analyze.analysis_report import ReportWriter
-from vitx.analyze.images import open_analysis_images
+from vitx.analyze.images import is_plain_folder, open_analysis_images
 from vitx.analyze.metric import AnalysisOptions, NotApplicable
 from vitx.analyze.options import AnalysisRequest
 from vitx.analyze.similarity_matrix import SimilarityMatrix
@@ -35,14 +35,14 @@ def analyze_networks(
         check_folder(request.out)
     device = choose_device(request.device)
     options = AnalysisOptions(batch_size=request.batch_size, module=request.module, corrupted=request.corrupted)
-    open_data = partial(open_analysis_images, limit=request.images, skip_bad=request.skip_bad)
-    given = open_data(request.data) if request.data else None
     # A plain folder names no classes for a network that brings none.
-    classes = request.data if given is not None and given.class_names else None
+    classes = request.data if request.data and not is_plain_folder(request.data) else None
     sources = [SourceRequest(target, request.checkpoint, request.weights, classes).load() for target in targets]
-    if given is None and not sources[0].data:
+    data = request.data or sources[0].data
+    if not data:
         raise InputError(f"'{targets[0]}' brings no images: give --data")
-    images = open_data(sources[0].data) if given is None else given
+    check_size = partial(_check_size, sources)
+    images = open_analysis_images(data, request.images, skip_bad=request.skip_bad, check_size=check_size)
     cache = request.out / "metrics" if request.out else None
     writer = None if request.out is None else ReportWriter(request.out)
     if request.out is not None:
@@ -64,6 +64,12 @@ def analyze_networks(
     if writer is not None:
         log(f"analyze: {writer.write(analyses, cka_between)}", quiet=quiet)
     return analyses, cka_between
+
+
+def _check_size(sources: Sequence[Source], width: int, height: int) -> None:
+    """Raise ImageError for an image that one of the networks cannot be shown."""
+    for source in sources:
+        source.preprocessing.check_size(width, height)
 
 
 def _say_what_is_replaced(out: Path, sources: list[Source], images: ImageSet, *, quiet: bool) -> None:

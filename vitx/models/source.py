@@ -238,7 +238,8 @@ def _source_from_model(request: SourceRequest) -> Source:
 def _class_names(request: SourceRequest, published: int, given: Any) -> tuple[str, ...]:
     """Those of the data, or numbers: as many as `given` (an argument) or the published network has."""
     if request.data:
-        names = tuple(open_images(request.data, "val").class_names)
+        # Whoever reads the images says what is wrong with them, or was told to leave it out.
+        names = tuple(open_images(request.data, "val", skip_bad=True).class_names)
         if given not in (None, len(names)):
             raise InputError(f"--model-arg num_classes={given}: '{request.data}' has {len(names)} classes")
         return names
