@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vitx.analyze.corruption.copies import open_corrupted_copies
-from vitx.analyze.metrics.corruptions import copies_robustness
+from vitx.analyze.metrics.corruptions import CORRUPTIONS_METRIC, copies_robustness
 from vitx.analyze.network_analyses import analyze_networks
 from vitx.analyze.options import AnalysisRequest
 from vitx.core.errors import InputError
@@ -61,6 +61,7 @@ def test_cifar_c(cifar_c: Path) -> None:
     np.testing.assert_allclose(measured.accuracy["snow"], np.arange(1, 6) / 6)
     assert (measured.images, measured.clean) == (6, None)
     assert measured.mean_accuracy == pytest.approx(0.5)
+    assert "on average of 2 of 15 corruptions" in CORRUPTIONS_METRIC.line(measured)
 
 
 def test_imagenet_c_in_folders_of_groups(imagenet_c: Path) -> None:
@@ -124,6 +125,21 @@ def test_damaged_copies_are_refused(cifar_c: Path) -> None:
     np.save(cifar_c / "fog.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(InputError, match=r"fog\.npy is not a numpy array"):
         copies.open("fog", 1)
+
+
+def test_copies_that_were_unpacked_in_part_are_refused(imagenet_c: Path) -> None:
+    """Accuracies of other images at each severity have no mean, and no interval of one number of images."""
+    (imagenet_c / "blur" / "zoom_blur" / "4" / "n02" / "2.JPEG").unlink()
+    copies = open_corrupted_copies(imagenet_c)
+    for limit in (None, 4):  # four of five would be other images than four of six
+        with pytest.raises(InputError, match=r"zoom_blur/4 has 5 images, but .*shot_noise/1 6: unpack the copies"):
+            copies_robustness(mean_is_high, copies, PIXELS, limit=limit)
+
+
+def test_a_damaged_copy_is_named_with_its_corruption_and_severity(imagenet_c: Path) -> None:
+    (imagenet_c / "blur" / "zoom_blur" / "4" / "n02" / "2.JPEG").write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"^zoom_blur/4/n02/2\.JPEG: not an image"):
+        copies_robustness(mean_is_high, open_corrupted_copies(imagenet_c), PIXELS)
 
 
 def test_copies_without_their_metric_are_refused() -> None:

@@ -62,7 +62,7 @@ class CorruptedCopies:
         return ImageSet(
             name=str(folder),
             class_names=names,
-            keys=tuple(str(path.relative_to(folder)) for path in paths),
+            keys=tuple(str(path.relative_to(folder.parents[1])) for path in paths),
             labels=np.array([label for _, label in items], dtype=np.int64),
             read=lambda index: paths[index].read_bytes(),
         )

@@ -97,9 +97,13 @@ def copies_robustness(
     """
     corruptions = copies.corruptions if corruptions is None else corruptions
     whole = preprocessing.model_copy(update={"crop_fraction": 1.0})
-    counter = AccuracyCounter()
+    counter, count, first = AccuracyCounter(), 0, ""
     for corruption, severity in _conditions(corruptions, severities, baseline_errors):
-        images = copies.open(corruption, severity, limit=limit)
+        images = copies.open(corruption, severity)
+        count, first = count or len(images), first or images.name
+        if len(images) != count:  # an archive that was unpacked in part: accuracies would be of other images
+            raise InputError(f"{images.name} has {len(images)} images, but {first} {count}: unpack the copies again")
+        images = images.evenly_spaced(limit)
         for _, pixels, truth in labelled_batches(images.batches(whole, batch_size), images.labels):
             counter.add((corruption, severity), predict(pixels), truth)
     return _result(counter, None, corruptions, severities, baseline_errors)
@@ -136,8 +140,7 @@ def _result(
     accuracy = {name: tuple(counter.accuracy((name, severity)) for severity in severities) for name in corruptions}
     errors = {name: 1 - float(np.mean(values)) for name, values in accuracy.items()}
     # An image's answers under the corruptions go together, so images are resampled, not answers.
-    answers = [counter.correct((name, severity)) for name in corruptions for severity in severities]
-    of_image = np.mean(answers, axis=0) if len({*map(len, answers)}) == 1 else np.empty(0)
+    of_image = np.mean([counter.correct((name, severity)) for name in corruptions for severity in severities], axis=0)
     return CorruptionRobustness(
         images=counter.images((corruptions[0], severities[0])),
         severities=tuple(severities),
@@ -146,7 +149,7 @@ def _result(
         mean_accuracy=1 - float(np.mean(list(errors.values()))),
         mce=None if baseline_errors is None else mean_corruption_error(errors, baseline_errors),
         intervals={"mean_accuracy": mean_interval(of_image)},
-        per_image={"mean accuracy under corruptions": rounded(of_image)} if len(of_image) else {},
+        per_image={"mean accuracy under corruptions": rounded(of_image)},
     )
 
 
@@ -183,12 +186,13 @@ def _corruptions_line(found: CorruptionRobustness) -> str:
         "–" if share is None else share_text(share, found.images) for share in (found.clean, min(found.accuracy[name]))
     )
     mean = with_interval(found.mean_accuracy, found.interval("mean_accuracy"), ".1f", scale=100)
-    return f"{clean} → {mean} % on average, {worst} under the worst severity of {name}"
+    count = len(found.accuracy)  # copies may be of a few
+    return f"{clean} → {mean} % on average of {count} of 15 corruptions, {worst} under the worst severity of {name}"
 
 
 CORRUPTIONS_METRIC = Metric(
     title="Corruptions",
-    reading="Accuracy under 15 corruptions at 5 severities. The mean over the 75 is the number to compare.",
+    reading="Accuracy under corruptions at 5 severities. The mean over all of them is the number to compare.",
     precision="Wilson's for one corruption and severity; bootstrap over images for the mean; drawn means have none",
     record=CorruptionRobustness,
     line=_corruptions_line,
