@@ -30,6 +30,8 @@ class ReportWriter:
         names = network_names(analyses)
         results = results_by_metric(names, analyses, between)
         figures = {metric: image for metric in results if (image := self._figure(metric, results[metric])) is not None}
+        for metric in {*METRICS, BETWEEN} - {*figures}:  # of an earlier report, of other networks or images
+            (self._folder / "figures" / f"{metric}.png").unlink(missing_ok=True)
         write_json(self._folder / "report.json", report_json(analyses, between))
         index = self._folder / "index.html"
         write_bytes(index, report_page(names, analyses, results, figures).encode())

@@ -1,0 +1,22 @@
+"""The folder of a report holds what the report is of, and nothing of the one that it replaced."""
+
+from pathlib import Path
+
+from cli_fixture import Vitx
+
+TINY = "model:deit_digits?embed_dim=16&num_heads=2"
+
+
+def test_figures_of_the_report_before_do_not_stay(vitx: Vitx, tmp_path: Path) -> None:
+    def figures(depth: int, metric: str) -> list[str]:
+        network = f"{TINY}&depth={depth}"
+        options = ("--weights", "random", "--data", "digits", "--images", "12", "--only", metric, "-q")
+        code, _, error = vitx("analyze", network, *options, "--out", str(tmp_path))
+        assert code == 0, error
+        return sorted(path.name for path in (tmp_path / "figures").iterdir())
+
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "mine.png").touch()
+    assert figures(1, "variance") == ["mine.png", "variance.png"]
+    assert figures(2, "confidence") == ["confidence.png", "mine.png"]  # another network: variance.png is not of it
+    assert figures(1, "confidence") == ["confidence.png", "mine.png", "variance.png"]
