@@ -201,6 +201,15 @@ def test_logits_and_classes_are_encoded() -> None:
     assert response.raw_output_contents[0] == b"".join(struct.pack("<I", len(text)) + text for text in texts)
 
 
+def test_logits_that_are_not_finite_are_answered_and_have_no_classes() -> None:
+    rows = np.array([[0.25, np.nan, np.inf, 0.5]], dtype=np.float32)
+    response = encode_infer_response(rows, InferRequest(IMAGES[:1], (LOGITS,)), CONTRACT, LABELS)
+    assert response.raw_output_contents[0] == rows.tobytes()
+    with pytest.raises(RequestError, match="not all finite") as error:
+        encode_infer_response(rows, InferRequest(IMAGES[:1], (LOGITS._replace(top_k=2),)), CONTRACT, LABELS)
+    assert error.value.status == 500
+
+
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
     if sys.platform != "linux":

@@ -129,9 +129,10 @@ def test_the_binary_response_is_golden() -> None:
 def test_a_logit_that_is_not_finite_is_an_error_in_json_and_a_value_in_binary() -> None:
     rows = np.array([[np.nan, 1]], dtype=np.float32)
     pixels = np.zeros((1, 1, 2, 3), dtype=np.uint8)
-    with pytest.raises(RequestError, match="ask for binary output") as error:
-        encode(rows, InferRequest(pixels, logits()))
-    assert error.value.status == 500
+    for outputs in (logits(), logits(top_k=1), logits(binary=True, top_k=1)):  # nor have classes an order then
+        with pytest.raises(RequestError, match=r"not all finite.* ask for binary output") as error:
+            encode(rows, InferRequest(pixels, outputs))
+        assert (error.value.status, error.value.reason) == (500, "not_finite")
     assert encode(rows, InferRequest(pixels, logits(binary=True)))[1] is not None
 
 

@@ -57,8 +57,7 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         of_call = None if left is None else time.monotonic() + left - started
         given = [seconds for seconds in (of_call, decoded.timeout) if seconds is not None]
         rows = await model.infer(decoded, model.deadline(started, min(given, default=None)))
-        labels = model.bundle.manifest.labels
-        respond = partial(encode_infer_response, rows, decoded, model.contract, labels)
+        respond = partial(encode_infer_response, rows, decoded, model.contract, model.bundle.manifest.labels)
         return await asyncio.to_thread(respond) if decoded.texts > MANY_TEXTS else respond()
 
     answers: dict[str, Answer] = {

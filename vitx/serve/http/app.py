@@ -125,8 +125,7 @@ class App:
         return model, request, model.deadline(record.started, request.timeout)
 
     def _rows_reply(self, rows: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
-        labels = model.bundle.manifest.labels
-        reply, json_length = encode_infer_response(rows, request, model.contract, labels)
+        reply, json_length = encode_infer_response(rows, request, model.contract, model.bundle.manifest.labels)
         if json_length is None:
             return Reply(reply)
         headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)

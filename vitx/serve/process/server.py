@@ -94,8 +94,7 @@ class Server:
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         core, link = self._core, self._link
-        routes = App(core, self._listener.getsockname()[0])
-        self._uvicorn = uvicorn.Server(_uvicorn_config(routes))
+        self._uvicorn = uvicorn.Server(_uvicorn_config(App(core, self._listener.getsockname()[0])))
         # It would raise the signals that it got again, and a drained server would not exit with 0.
         self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
         self._uvicorn.startup = self._listen  # type: ignore[assignment,method-assign]

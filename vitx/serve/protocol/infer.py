@@ -133,8 +133,7 @@ def decode_infer_request(
         expected = f"0 to {len(body)}, the body's length"
         raise RequestError(f"Inference-Header-Content-Length is '{length}': expected {expected}")
     if length == 0:  # Triton's raw binary request: the body is the tensor, without JSON
-        row = math.prod(contract.image_shape)
-        shape = (max(1, len(body) // row), *contract.image_shape)
+        shape = (max(1, len(body) // math.prod(contract.image_shape)), *contract.image_shape)
         check_most(shape[0], limits.images)
         output = RequestedOutput(contract.output_name, binary=True)
         return InferRequest(_from_bytes(memoryview(body), shape, contract), (output,))
@@ -193,8 +192,7 @@ class ParsedHeader(NamedTuple):
             if self.size is not None or "data" in self.tensor:
                 raise RequestError("the input is in shared memory, and has 'data' or 'binary_data_size' as well")
             expected_bytes(contract.input_name, region.byte_size, self.shape)
-            pixels = memory.read(region.name, region.offset, region.byte_size)
-            return _from_bytes(pixels, self.shape, contract)
+            return _from_bytes(memory.read(region.name, region.offset, region.byte_size), self.shape, contract)
         if self.size is not None:
             if type(self.size) is not int or self.size < 0:
                 raise RequestError(f"'binary_data_size' is {quoted(self.size)}: expected a number of bytes")
@@ -266,6 +264,8 @@ def output_tensors(
     for wanted in request.outputs:
         values = rows[:, contract.columns(wanted.name)]
         if wanted.top_k:  # of each row after the other, the best first
+            if not np.isfinite(values).all():
+                raise _not_finite("its classes have no order")
             best = zip(values, top_k(values, wanted.top_k), strict=True)
             texts = [f"{row[index]:f}:{index}:{labels[index]}" for row, classes in best for index in classes]
             yield wanted, "BYTES", (len(rows), wanted.top_k), texts
@@ -297,8 +297,7 @@ def encode_infer_response(
         reply["outputs"].append(tensor)
         if wanted.region is not None:
             # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
-            placed = wanted.region.write(tensor_bytes(values), wanted.name)
-            tensor["parameters"] = {**placed, "binary_data_size": 0}
+            tensor["parameters"] = {**wanted.region.write(tensor_bytes(values), wanted.name), "binary_data_size": 0}
         elif wanted.binary:
             behind.append(tensor_bytes(values))
             tensor["parameters"] = {"binary_data_size": len(behind[-1])}
@@ -320,8 +319,12 @@ def to_json(value: Any) -> bytes:
     try:
         return compact_json(value)
     except ValueError:
-        text = "the logits are not all finite, and JSON has no word for that: ask for binary output"
-        raise RequestError(text, status=500, reason="not_finite") from None
+        raise _not_finite("JSON has no word for that") from None
+
+
+def _not_finite(why: str) -> RequestError:
+    text = f"an output is not all finite, and {why}: ask for binary output of the numbers"
+    return RequestError(text, status=500, reason="not_finite")
 
 
 def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, Any]:
