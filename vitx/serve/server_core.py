@@ -89,8 +89,7 @@ class ServerCore:
     async def load(self) -> None:
         self._upkeep = asyncio.create_task(return_freed_memory(lambda: self.models.active))
         for offer in self.offers:
-            warm = await asyncio.to_thread(self.loader.warm, offer)
-            self.models.switch(ServedModel(warm, self.metrics), 0)
+            self.models.switch(ServedModel(await asyncio.to_thread(self.loader.warm, offer), self.metrics), 0)
 
     async def replay_canaries(self) -> None:
         """Until cancelled; at once if it is never to be done."""

@@ -246,6 +246,30 @@ def test_a_call_ends_when_its_message_does_not_arrive(tiny_bundle: Bundle) -> No
         channel.close()
 
 
+def test_calls_that_end_before_their_message_count_as_what_ended_them(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate, log = threading.Event(), tmp_path / "access.log"
+
+    def never() -> Iterator[bytes]:
+        gate.wait(HANG)
+        yield from ()
+
+    with slow_server(tiny_bundle, "--access-log", str(log)) as (server, _), ExitStack() as ending:
+        channel = ending.enter_context(grpc.insecure_channel(grpc_address(server)))
+        call = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
+            call(never(), timeout=0.2)
+        wait_until(lambda: server.metric(MISSED) == 1)
+        begun = call.future(never())
+        with pytest.raises(grpc.FutureTimeoutError):
+            begun.result(0.5)
+        begun.cancel()
+        wait_until(lambda: server.metric(DISCONNECTED) == 1)
+        assert server.metric('vitx_rejections_total{reason="bad_request"}') == 0
+        gate.set()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["status"] for line in lines if line["method"] == "gRPC"] == [503, 499]
+
+
 def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
     program = f"gate = {str(gate)!r}" + HELD_MODEL

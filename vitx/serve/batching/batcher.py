@@ -223,8 +223,7 @@ class Batcher:
 
     def _share(self, rows: int) -> int:
         """Rows of one batch when `rows` are queued: a full batch, or an equal share for each idle instance."""
-        idle = max(1, self.batching.instances - len(self._running))
-        return min(self.full_batch, math.ceil(rows / idle))
+        return min(self.full_batch, math.ceil(rows / max(1, self.batching.instances - len(self._running))))
 
     def _set_timer(self, seconds: float) -> None:
         """Wake up in `seconds`; a timer that is set to an earlier moment stays."""

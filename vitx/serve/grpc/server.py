@@ -30,6 +30,7 @@ _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no 
 _CALLS = 4096  # concurrent calls
 _MOST_INFLATED = 16 * 2**20  # bytes of a message that comes compressed: copying it holds up the event loop
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
+_ENDED_SECONDS = 0.5  # from the end of what a client sends until gRPC would have said that the whole call has ended
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
 _OF_CALL = ("x-request-id", "traceparent", "tracestate")
 _TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
@@ -99,8 +100,7 @@ class GrpcServer:
                 size, request = await self._reserved(parse, request)
             self._in_flight.enter()
             try:
-                response = await self._counted(route, call, request, context)
-                return bytes(response.SerializeToString())
+                return bytes((await self._counted(route, call, request, context)).SerializeToString())
             except RequestError as error:
                 # A circle with its frames is freed late, and grpcio makes one of `abort`: they have no message.
                 error.__traceback__ = request = None
@@ -114,13 +114,18 @@ class GrpcServer:
         return grpc.stream_unary_rpc_method_handler(answer)
 
     async def _message(self, context: Any) -> Any:
-        """The message of a call, as bytes; a RequestError if it has none, or none arrives in time."""
+        """The message of a call, as bytes; else why there is none: a RequestError, or what ended the call."""
         try:
             async with asyncio.timeout(self._core.limits.message_seconds):
                 data = await context.read()
+            if isinstance(data, bytes):
+                return data
+            await asyncio.sleep(_ENDED_SECONDS)
         except TimeoutError:
             return RequestError("the call's message took too long", status=408, reason="slow_client")
-        return data if isinstance(data, bytes) else RequestError("the call has no message")
+        except asyncio.CancelledError as ended:
+            return ended
+        return RequestError("the call has no message")
 
     async def _reserved(self, parse: Callable[[bytes], Any], data: bytes) -> tuple[int, Any]:
         """Count a message, then parse it: the bytes to give back, and the request or the RequestError that refuses it.
@@ -161,7 +166,7 @@ class GrpcServer:
             if route not in _WITHOUT_TOKEN:
                 kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
                 self._core.tokens.check(kind, _metadata(context, "authorization"))
-            if isinstance(request, RequestError):
+            if isinstance(request, BaseException):
                 raise request
             response = await call(request, context)
             status, record.sent = 200, response.ByteSize() if self._core.observers else None

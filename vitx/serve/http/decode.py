@@ -184,8 +184,7 @@ class Decoder:
         may_large = large and self._running[False] + busy < self._threads
         if not (may_small or may_large):
             return None
-        queue = large if may_large and not (may_small and small[0] < large[0]) else small
-        start, _, job = heapq.heappop(queue)
+        start, _, job = heapq.heappop(large if may_large and not (may_small and small[0] < large[0]) else small)
         self._served = max(self._served, start)  # a large image may have waited since long ago
         self._running[job.large] += 1
         self._changed.notify()  # another thread may now have something to take, which it had not when it was woken

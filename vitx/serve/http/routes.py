@@ -98,8 +98,7 @@ def _model_routes(core: ServerCore, add: Add) -> None:
             version = request.path_params.get("version")
             return answer(models.get(request.path_params["model"], version), version)
 
-        paths = [root + path for root in api.MODEL_PATHS]
-        add(name, summary, of_one, *paths, errors=api.UNAVAILABLE, **described)
+        add(name, summary, of_one, *(root + path for root in api.MODEL_PATHS), errors=api.UNAVAILABLE, **described)
 
     add("server_metadata", "The server's name, version and extensions", lambda _: core.about(), "/v2", reply=api.OBJECT)
     add("server_live", "Whether the process answers", lambda _: {"live": True}, "/v2/health/live", reply=api.OBJECT)

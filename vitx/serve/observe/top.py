@@ -33,8 +33,7 @@ class Reading:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of the samples that have these labels."""
-        wanted = labels.items()
-        return sum(value for given, value in self.samples.get(name, {}).items() if wanted <= given)
+        return sum(value for given, value in self.samples.get(name, {}).items() if labels.items() <= given)
 
     def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """The sums of the samples that have `labels`, by the value of another label."""
