@@ -245,6 +245,37 @@ def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:
         assert time.monotonic() - started < 3
 
 
+SMALL_BUFFERS = """
+import socket
+from vitx.serve.process import server
+claim = server.claim_port
+def claim_small(*given):
+    listener = claim(*given)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+server.claim_port = claim_small
+from vitx.cli import main
+main()
+"""
+
+
+def test_a_drain_waits_for_a_client_that_still_takes_its_reply(tiny_bundle: Bundle) -> None:
+    """It got the half of a large reply that the kernel had: the process ended two seconds after the signal."""
+    with running_server(tiny_bundle.path, program=SMALL_BUFFERS) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((server.host, server.port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reply = client.recv(1024)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(5)
+        while not reply.endswith(b"</html>\n"):
+            piece = client.recv(1024)
+            assert piece, f"the reply ends after {len(reply)} bytes"
+            reply += piece
+        assert server.process.wait(20) == 0
+
+
 SHORT_DRAIN = """
 from vitx.serve import limits
 make = limits.Limits.__init__

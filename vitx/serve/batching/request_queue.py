@@ -1,8 +1,4 @@
-"""The queue of one model: a first-in-first-out queue for each priority level, without starvation.
-
-Level 1 is taken first, then 2 (the default), then 3; but every second batch starts with the oldest request of all
-levels if that has waited more than `PATIENCE` seconds.
-"""
+"""The queue of one model: first in, first out for each priority; docs/serving.md (Batching) says which is next."""
 
 import asyncio
 import time

@@ -154,11 +154,7 @@ class Repository:
                         await self._load(name)
 
     async def watch(self, seconds: float) -> None:
-        """Check the bundles on disk every `seconds`, for ever, and load those that changed or are new.
-
-        A bundle has changed since it was verified when one of its files is another; it is complete when two checks in a
-        row find it the same. The model of a bundle that vanishes stays loaded.
-        """
+        """Check the bundles on disk every `seconds`, for ever, and load those that changed or are new."""
         before = self._known
         while True:
             await asyncio.sleep(seconds)

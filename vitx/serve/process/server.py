@@ -222,6 +222,11 @@ class Server:
             if isinstance(observer, AccessLog):
                 observer.reopen()
 
+    def _unread(self) -> int:
+        """How many clients have not taken all of their replies."""
+        connections: set[Any] = self._uvicorn.server_state.connections
+        return sum(each.transport.get_write_buffer_size() > 0 for each in connections)
+
     async def _drain(self) -> None:
         """Let the requests in flight finish, then stop the HTTP server."""
         models, seconds = self._core.models, self._core.limits.drain_seconds
@@ -238,9 +243,11 @@ class Server:
                 await models.idle()
                 if self._grpc is not None:
                     await self._grpc.idle()
+                while self._unread():  # clients that still take their reply
+                    await asyncio.sleep(0.02)
                 await models.close()
         except TimeoutError:
-            log(f"vitx: {models.active} requests did not finish within {seconds:g} s")
+            log(f"vitx: {models.active or self._unread()} requests did not finish within {seconds:g} s")
         self._uvicorn.should_exit = True
         asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 0)  # a load or a canary cannot be interrupted
 
