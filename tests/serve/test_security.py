@@ -296,6 +296,21 @@ def peer_certificate(server: ServerProcess) -> str:
     return ssl.get_server_certificate((server.host, server.port))
 
 
+def test_an_idle_client_of_tls_does_not_hold_up_the_end(folder: Path, tmp_path: Path) -> None:
+    """uvicorn waited 2 s for it to close its side, and said that it cancels 0 tasks."""
+    certificate, key = make_certificate(tmp_path)
+    arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--tls-cert", certificate, "--tls-key", key)
+    with (
+        tls_server(*arguments, certificate=certificate) as server,
+        closing(server.connect()) as idle,
+    ):
+        idle.request("GET", "/v2/health/ready")
+        assert idle.getresponse().read() == b'{"ready":true}'
+        assert server.stop() == 0
+        assert server.process.stderr is not None
+        assert "Cancel" not in server.process.stderr.read()
+
+
 def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     _, other_key = make_certificate(tmp_path, "other")

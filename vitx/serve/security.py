@@ -46,19 +46,10 @@ class Tokens:
 
 
 class AllowedHosts:
-    """The names under which the server may be asked, against pages of other origins and names that point here.
-
-    A page of any site can let a browser on this machine ask a local server. It then sends the page's Origin; or, where
-    the site's own name was made to resolve to this machine (DNS rebinding), that name as Host.
-    """
+    """The names under which the server may be asked, against other pages; docs/serving.md (Browsers) says why."""
 
     def __init__(self, bound: str | None, allowed: Iterable[str]) -> None:
-        """`bound`: the address that the server listens on, None if others take the connections.
-
-        On a loopback address the loopback names and addresses are allowed, and those that the operator names. On any
-        other one the names are unknown: all are allowed, unless the operator names some; then those, the loopback names
-        and addresses without a name, which nobody else can point here.
-        """
+        """`bound`: the address that the server listens on, None if others take the connections."""
         self._allowed = frozenset(name.strip("[]").lower() for name in allowed)
         for name in self._allowed:
             if not name or _host_name(f"[{name}]" if ":" in name else name) != name:

@@ -245,6 +245,49 @@ def test_a_client_that_stops_reading_near_the_end_of_the_last_reply_is_cut_off()
     run(test)
 
 
+@pytest.mark.parametrize("close", [b"", b"Connection: close"])
+def test_a_large_reply_has_its_whole_time_and_is_written_in_pieces(close: bytes) -> None:
+    """uvloop's TLS counts nothing of what is written at once: it was cut after `write_seconds`, or never."""
+
+    async def test() -> None:
+        server = Server(write_seconds=2, body_rate=10**5)
+        transport, protocol = server.connect()
+        sizes: list[int] = []
+
+        def write(data: bytes) -> None:
+            sizes.append(len(data))
+            if sum(sizes[:-1]) < 2**16 <= sum(sizes):
+                protocol.pause_writing()
+
+        vars(transport).update(write=write, get_write_buffer_size=lambda: sum(sizes))
+        protocol.data_received(request(b"a" * 500_000, *([close] if close else [])))
+        await settled()
+        assert max(sizes) <= 2**16
+        await asyncio.sleep(6.9)
+        assert server.refused == []
+        await asyncio.sleep(0.2)
+        assert server.refused == ["slow_client"]
+
+    run(test)
+
+
+def test_a_client_that_took_its_last_reply_and_does_not_close_is_not_called_slow() -> None:
+    """Over TLS it is waited for."""
+
+    async def test() -> None:
+        server = Server(write_seconds=2)
+        transport, protocol = server.connect()
+        aborted: list[bool] = []
+        vars(transport)["abort"] = lambda: aborted.append(True)
+        protocol.data_received(request(BODY, b"Connection: close"))
+        await asyncio.sleep(1.9)
+        assert (transport.closed, aborted) == (True, [])
+        await asyncio.sleep(0.2)
+        assert (aborted, server.refused, protocol.slow) == ([True], [], False)
+
+    run(test)
+
+
 def test_a_body_counts_until_nobody_reads_it_and_is_given_back_once() -> None:
     async def test() -> None:
         server = Server(memory_bytes=1000)

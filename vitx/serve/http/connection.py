@@ -1,9 +1,6 @@
 """HTTP/1.1 on one connection: uvicorn's httptools protocol plus limits on slow clients, large heads and connections.
 
-A request that comes in several pieces has `header_seconds` for its head (request line and headers), and for its body
-`body_seconds` plus a second for every `body_rate` bytes, as Apache's mod_reqtimeout counts; a reply has its time too.
 For speed, a request that arrives in one piece sets no timer, and the keep-alive timer compares the clock when it fires.
-Bodies of more than `UNCOUNTED_BYTES` are counted in a budget of all connections until they are answered.
 """
 
 import asyncio
@@ -24,8 +21,10 @@ from vitx.serve.http.asgi import CONNECTION, error_reply, head_of, header, send_
 from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
+_LAST_SECONDS = 1.0  # that a client has to take what is left of its last reply when the server ends
 _RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
 _LEAST_BYTES, _PIECE_BYTES = 128, 16 * 2**10  # parsed at once
+_WRITTEN_BYTES = 2**16  # written at once
 END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -77,6 +76,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        if self.scheme == "https":
+            transport.set_write_buffer_limits(_WRITTEN_BYTES, 0)  # as without TLS
         self._surplus = len(self.connections) > self.limits.connections
         self._start_timer(_SURPLUS_SECONDS if self._surplus else self.limits.header_seconds)
 
@@ -139,14 +140,30 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _limit_writing(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        if unread and self._unread is None:
+        if self._unread is None and (unread or self.transport.is_closing()):  # TLS waits for the client to close too
             seconds = self.limits.write_seconds + unread / self.limits.body_rate
             self._unread = self.loop.call_later(seconds, self._cut_unread)
 
     def _cut_unread(self) -> None:
-        self.slow = True
-        self.on_refused("slow_client")
+        if self.transport.get_write_buffer_size():
+            self.slow = True
+            self.on_refused("slow_client")
         self.transport.abort()
+
+    def write(self, data: bytes) -> None:
+        """In pieces: of one, however large, uvloop's TLS says at once that it is taken."""
+        begun = self._unread
+        for start in range(0, len(data), _WRITTEN_BYTES):
+            self.transport.write(memoryview(data)[start : start + _WRITTEN_BYTES])
+        if self._unread is not begun:  # with the first pieces, whose time is shorter
+            self._stop_unread()
+            self._limit_writing()
+
+    def shutdown(self) -> None:
+        """Called by uvicorn when the server ends, which would wait 2 s for TLS clients that do not close too."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(_LAST_SECONDS, self.transport.abort)
 
     def _close(self) -> None:
         """Close when everything is written, or when the time for that is over."""
@@ -243,7 +260,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
-        cycle.transport = SimpleNamespace(write=(to := self.transport).write, is_closing=to.is_closing, close=self._end)
+        cycle.transport = SimpleNamespace(write=self.write, is_closing=self.transport.is_closing, close=self._end)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

@@ -112,7 +112,7 @@ class HeadCacheProtocol(HttpProtocol):
         write_with_batch(partial(self._write_reply, data, close=close))
 
     def _write_reply(self, data: bytes, *, close: bool) -> None:
-        self.transport.write(data)
+        self.write(data)
         self._replying = False
         if close:
             self._close()

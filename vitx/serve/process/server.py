@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
 
 _KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
+_NEVER = 1e6  # seconds for a client to close its side of TLS: the connection limits them itself
 _LINGER_SECONDS = 2.0  # that a worker that leaves waits for a request on each open connection, to answer it and close
 _EXIT_SECONDS = 10.0  # for what a server does once it has drained
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if sys.platform == "win32" else (signal.SIGHUP, signal.SIGUSR1)))
@@ -136,9 +137,9 @@ class Server:
         core, server, tls = self._core, self._uvicorn, self._pem and self._pem.context
         ours = partial(HeadCacheProtocol, {}, core.limits, core.budget, core.metrics.reject)
         connect = partial(ours, server.config, server.server_state, {})
-        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=server.config.backlog)
-        seconds = core.limits.header_seconds if tls else None
-        server.servers = [await listen(sock=self._listener, ssl=tls, ssl_handshake_timeout=seconds)]
+        listen = partial(asyncio.get_running_loop().create_server, connect, ssl=tls, backlog=server.config.backlog)
+        seconds, end = (core.limits.header_seconds, _NEVER) if tls else (None, None)
+        server.servers = [await listen(sock=self._listener, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=end)]
         server.started = True
 
     async def _listen_again(self) -> None:

@@ -15,11 +15,7 @@ _NOTIFY_SECONDS = 5.0  # for another worker to note a refusal
 
 
 class SharedRepository(Repository):
-    """A Repository whose `load` and `unload` apply to every worker.
-
-    The worker that was asked does it first; if it refuses the first version, nothing changes anywhere. Then the others
-    follow, one after another. Workers that start later skip unloaded models. What is refused is in the index of all.
-    """
+    """A Repository whose `load` and `unload` apply to every worker, as docs/serving.md says (Management)."""
 
     def __init__(self, siblings: Siblings, *given: Any) -> None:
         """`siblings` reaches the other workers; `given`: as for `Repository`."""

@@ -82,11 +82,7 @@ class _Worker:
 
 
 def supervise(options: ServeOptions) -> int:
-    """Claim the ports, and keep processes with this process's own command line serving there; return the exit code.
-
-    SIGTERM and SIGINT drain the workers, a second one kills them. SIGHUP replaces all that run by then one after
-    another, without a gap; with gRPC it is passed on, as SIGUSR1 is. Raises what `claim_port` raises.
-    """
+    """Serve with processes of this one's command line; return the exit code. Raises what `claim_port` raises."""
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
     require_socket_folder(LONGEST_SOCKET)
