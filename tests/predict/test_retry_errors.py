@@ -250,3 +250,22 @@ def test_the_table_of_a_run_is_no_folder_for_another(tiny_bundle: Bundle, folder
     with pytest.raises(InputError, match=r"predictions\.parquet' is the table of a run: pass its folder, '.*out'$"):
         run(tiny_bundle, folder, tmp_path / "out" / PREDICTIONS)
     assert len(rows(tmp_path / "out")) == 12
+
+
+def test_a_parquet_file_that_was_mended_is_the_same_input(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """It has row groups now, and could not be read when it was listed; of two jobs one has nothing of it."""
+    source, out, jobs = tmp_path / "in", tmp_path / "out", ("1/2", "2/2")
+    source.mkdir()
+    pq.write_table(pa.table({"image": IMAGES[:4]}), source / "a.parquet")
+    (source / "b.parquet").write_bytes(b"")
+    assert run(tiny_bundle, source, out)[0].errors == 1
+    assert [run(tiny_bundle, source, tmp_path / "jobs", shard=job)[0].errors for job in jobs] == [0, 1]
+    pq.write_table(pa.table({"image": IMAGES[4:]}), source / "b.parquet", row_group_size=5)
+    assert [run(tiny_bundle, source, tmp_path / "jobs", shard=job)[0].images for job in jobs] == [4, 1]
+    mended, predicted = run(tiny_bundle, source, out, retry_errors=True)
+    assert (mended.images, mended.errors, predicted) == (12, 0, 8)
+    again, predicted = run(tiny_bundle, source, out)
+    assert (again.images, again.errors, predicted) == (12, 0, 0)
+    pq.write_table(pa.table({"image": IMAGES}), source / "c.parquet")
+    with pytest.raises(InputError, match="images were added"):
+        run(tiny_bundle, source, out)

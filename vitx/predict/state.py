@@ -157,7 +157,7 @@ def open_run(
         measured = measure(taken)
         if share != WHOLE:
             _agree(out, common | {"listing": taken.digest})
-        found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
+        found = {name: getattr(taken, name) for name in ("base", "digest", "source", "unread")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         described = settings | found | {"measured": measured}
         ledger.create(described, taken.shards, share)

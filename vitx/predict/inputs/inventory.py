@@ -54,7 +54,8 @@ class Inventory:
     """The shards of an input, or of one share of it.
 
     base: the folder or URL that names are relative to. digest: of the listing of the whole input. source: what names
-    the single images. skipped: names beside them; counted in the first share. schema: see `TableColumns`.
+    the single images. skipped: names beside them; counted in the first share. schema: see `TableColumns`. unread: the
+    Parquet files of the whole input that could not be read.
     """
 
     base: str
@@ -63,6 +64,7 @@ class Inventory:
     source: Source = "folder"
     skipped: SkippedNames = field(default_factory=SkippedNames)
     schema: Any = None
+    unread: tuple[str, ...] = ()
 
 
 def take_inventory(
@@ -79,11 +81,15 @@ def take_inventory(
     if columns.key is not None:
         refuse_equal_keys(found.base, found.shards, columns.key)
     count, listed = ledger.number(share)
-    digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
+    # A Parquet file that could not be read when the run was created is one shard of it, also when it is whole later.
+    before = frozenset(ledger.description().get("unread", ()))
+    files = dict.fromkeys(replace(one, start=0, count=None) if one.location in before else one for one in found.shards)
+    digest = hashlib.sha256(f"{listed} {found.base} {list(files)}".encode("utf-8", "backslashreplace"))
+    unread = tuple(one.location for one in found.shards if one.kind == "parquet" and one.count is None)
     share = share or WHOLE
     shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
     skipped = found.skipped if share.number == 1 else SkippedNames()
-    return replace(found, shards=shards, digest=digest.hexdigest(), skipped=skipped)
+    return replace(found, shards=shards, digest=digest.hexdigest(), skipped=skipped, unread=unread)
 
 
 def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: bool = False) -> Inventory:
