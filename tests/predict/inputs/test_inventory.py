@@ -264,6 +264,14 @@ def test_a_parquet_file_without_rows_gives_none(tmp_path: Path) -> None:
     assert list(read_shard(Shard("parquet", "a.parquet"), str(tmp_path), tmp_path / "list")) == []
 
 
+@pytest.mark.parametrize("source", ["a.parquet", "."])
+def test_an_input_of_parquet_files_without_row_groups_says_so(tmp_path: Path, source: str) -> None:
+    """As Polars and DuckDB write a table without rows."""
+    pq.ParquetWriter(tmp_path / "a.parquet", pa.schema({"image": pa.binary()})).close()
+    with pytest.raises(InputError, match=r"' has no images: none of its Parquet files, such as a\.parquet, has a row$"):
+        inventory(tmp_path / source, tmp_path)
+
+
 def test_a_row_group_that_is_damaged_ends_with_the_reason(tmp_path: Path) -> None:
     rows = [os.urandom(200) for _ in range(80)]
     pq.write_table(pa.table({"image": rows}), tmp_path / "a.parquet", row_group_size=40, use_dictionary=False)

@@ -130,6 +130,8 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
         containers = []
     units, schema, refused = list_tables(base, sorted(containers), columns, again=again)
     if not units and not count:
+        if containers:
+            raise InputError(f"'{source}' has no images: none of its Parquet files, such as {containers[0]}, has a row")
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
         more = "".join(f"; {name} is below it: name such files by a pattern, '{source}/**/*'" for name in below)
