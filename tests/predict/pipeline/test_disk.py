@@ -1,6 +1,7 @@
 """A disk that is full or gone: which errors say so, and that one error names the remedy."""
 
 import errno
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,28 @@ def test_a_folder_that_is_gone_is_one_error(tiny_bundle: Bundle, tmp_path: Path,
     options = PredictOptions(shard_size=1, batch_size=1)
     with pytest.raises(EnvironmentMissing, match=rf"^cannot write to '{out}' any more \(.*finished shards are kept$"):
         predict(tiny_bundle, Removing(), images, out, options, quiet=True)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tar", ".parquet"])
+def test_too_many_open_files_are_no_fault_of_an_image(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """They would be rows with an error in an output that is finished."""
+    (tmp_path / f"a{suffix}").write_bytes(b"")
+    before = os.open
+
+    def full(path: Any, *given: Any, **options: Any) -> int:
+        if str(path).endswith(suffix):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return before(path, *given, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(EnvironmentMissing, match=rf"a\{suffix}': Too many open files; raise the limit \(ulimit -n\)$"):
+        predict(tiny_bundle, NumpySession(), tmp_path / f"a{suffix}", tmp_path / "out", quiet=True)
+
+
+def test_too_many_open_files_are_no_lost_disk(tmp_path: Path) -> None:
+    many = OSError(errno.EMFILE, "Too many open files")
+    with pytest.raises(OSError, match="Too many") as raised, lost_disk_explained(tmp_path):
+        raise many
+    assert raised.value is many

@@ -90,8 +90,10 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
         raise ImageError(_folder_problem(location))
     try:
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
-    except VitxError as error:  # a URL that nothing here can open is one bad row of a list
-        raise ImageError(str(error)) from None
+    except VitxError as error:
+        if isinstance(error, EnvironmentMissing) and not is_url(location):
+            raise
+        raise ImageError(str(error)) from None  # a URL that nothing here can open is one bad row of a list
     except (OSError, ValueError) as error:  # a path of a Parquet file may have a zero byte
         kind = Gone if isinstance(error, FileNotFoundError) else ImageError
         raise kind(f"cannot open the image: {getattr(error, 'strerror', None) or error}") from None
@@ -225,7 +227,12 @@ def _finds_prefixes(system: Any) -> bool:
 
 def _opened_file(path: str) -> BinaryIO:
     # O_NONBLOCK: opening a named pipe would otherwise wait for a writer for ever.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the file: it must not become a row
+            raise EnvironmentMissing(f"cannot open '{path}': {error.strerror}; raise the limit (ulimit -n)") from None
+        raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

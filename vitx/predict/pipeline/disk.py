@@ -38,7 +38,7 @@ def lost_disk_explained(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if is_full(error):
+        if is_full(error) or error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         raise EnvironmentMissing(
             f"cannot write to '{out}' any more ({error}): when the folder is there again, and can be written, run the "
