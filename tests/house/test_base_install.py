@@ -1,5 +1,6 @@
 """Small installs stay small: the wheel in environments with the base only, or with the base and `serve`."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -107,15 +108,19 @@ def test_doctor_runs_in_the_base(base_python: Path) -> None:
     assert "pip install 'vitx[train]'" in finished.stdout
 
 
+@functools.cache
+def canonical_closure(extra: str) -> frozenset[str]:
+    return frozenset(map(canonicalize_name, closure("vitx", {extra})))
+
+
 @pytest.mark.parametrize("installed", [*EXTRAS, "otel", "sign", "openvino", "huggingface"])
 def test_the_doctor_calls_no_extra_installed_that_lacks_a_package(installed: str) -> None:
     """Such as train after export, which brings torch too, or grpc after train, whose tensorboard brings grpcio."""
-    there = {canonicalize_name(name) for name in closure("vitx", {installed})}
+    there = canonical_closure(installed)
     distributions = metadata.packages_distributions()
     for extra, (packages, _) in EXTRAS.items():
         said = all({canonicalize_name(name) for name in distributions[package]} & there for package in packages)
-        needed = {canonicalize_name(name) for name in closure("vitx", {extra})}
-        assert said == (needed <= there), f"{extra} where {installed} is installed"
+        assert said == (canonical_closure(extra) <= there), f"{extra} where {installed} is installed"
 
 
 def test_serving_modules_import_without_torch(serve_python: Path) -> None:

@@ -32,10 +32,14 @@ vitx.cli.main()
 """
 
 
+def half_written(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", HALF_WRITTEN, *arguments]
+    return subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_removes_what_is_half_written(tmp_path: Path, number: signal.Signals) -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HALF_WRITTEN], cwd=tmp_path, **pipes) as process:
+    with half_written(tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         assert len([*tmp_path.iterdir()]) == 1
@@ -45,8 +49,7 @@ def test_a_signal_removes_what_is_half_written(tmp_path: Path, number: signal.Si
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HALF_WRITTEN, "ignored"], cwd=tmp_path, **pipes) as process:
+    with half_written(tmp_path, "ignored") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"

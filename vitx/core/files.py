@@ -285,9 +285,9 @@ def _renamed(new: Path, target: Path) -> bool:
 
 def replace_folder(new: Path, target: Path) -> None:
     """Put the folder `new` in the place of `target`; on Linux in one step, so that `target` always exists."""
-    old: Path | None = None
+    old: Path | None
     if not target.exists() and _renamed(new, target):
-        pass
+        old = None
     elif _exchange(new, target):
         old = new
     else:
