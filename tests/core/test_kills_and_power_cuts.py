@@ -128,9 +128,7 @@ def test_a_certificate_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
         bundle = Bundle.open(folder / "graph.vitx")
         session = NumpySession()  # the graph is not what is tested
         candidate = LoadedModel("tiny", session, PREPROCESSING, LABELS, "colours", "0" * 64, bundle=bundle)
-        certify_models(
-            reference, candidate, images, device="cpu", max_flip_rate=0.2, batch_sizes=(1,), write=True, quiet=True
-        )
+        certify_models(reference, candidate, images, device="cpu", max_flip_rate=0.2, write=True, quiet=True)
 
     def read(folder: Path) -> str | None:
         bundle = Bundle.open(folder / "graph.vitx")

@@ -335,7 +335,7 @@ def test_bundle_and_run_are_given_in_either_order(
         ("reference", path, 40, run, "cpu"),
         ("candidate", path, {"device": "cpu", "use_twin": True}),
     ]
-    assert (found.bundle.path, len(found.numbers), all(number.agrees for number in found.numbers)) == (path, 9, True)
+    assert (found.bundle.path, len(found.numbers), all(number.agrees for number in found.numbers)) == (path, 10, True)
     assert [session.was_freed for session in sessions] == [True, True]
     assert capsys.readouterr().err.startswith("verify: against a run\n")
 
@@ -345,7 +345,7 @@ def test_a_bundle_alone_is_verified(
 ) -> None:
     path, asked, sessions = verified
     found = verify_certificate(path, None, ParityOptions())
-    assert (asked[0], len(found.numbers)) == (("reference", path, 40, None, "auto"), 3)
+    assert (asked[0], len(found.numbers)) == (("reference", path, 40, None, "auto"), 4)
     assert [session.was_freed for session in sessions] == [False, True]
     assert capsys.readouterr().err == "verify: no run at hand: the candidate alone\n"
     verify_certificate(path, None, ParityOptions(), quiet=True)

@@ -144,12 +144,12 @@ def certify_models(
             check_engines(model.bundle)
     check_image_count(len(images), max_flip_rate)
     bundle = candidate.bundle
-    if write and bundle is None:
-        raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
-    if write and bundle is not None and (left_out := sizes_left_out(bundle, len(images), batch_sizes)):
-        raise InputError(
-            f"a certificate is of all batch sizes, and {', '.join(left_out)} of '{bundle.path}' are left out"
-        )
+    if write:
+        if bundle is None:
+            raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
+        if left_out := sizes_left_out(bundle, len(images), batch_sizes):
+            missing = ", ".join(left_out)
+            raise InputError(f"a certificate is of all batch sizes, and {missing} of '{bundle.path}' are left out")
     criteria = AcceptanceCriteria(
         batch_sizes=batch_sizes or _default_batch_sizes(bundle, len(images), quiet=quiet),
         max_flip_rate=max_flip_rate,
