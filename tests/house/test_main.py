@@ -125,6 +125,40 @@ def test_standard_error_that_takes_nothing_changes_no_exit_code(tmp_path: Path) 
     assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("full", "code", "said"),
+    [
+        (True, 3, "error: cannot write to standard output: No space left on device\n"),
+        (False, 1, ""),  # a reader that has gone, such as head, needs no message
+    ],
+)
+def test_standard_output_that_takes_nothing_is_named(full: bool, code: int, said: str, unbuffered: str) -> None:
+    """Also where that is found out at the end, as of so little text."""
+    program = """if True:
+        import sys, vitx.cli
+
+        def app():
+            print("a table")
+            sys.exit(0)
+
+        vitx.cli.app = app
+        vitx.cli.main()
+    """
+    if full and not Path("/dev/full").exists():
+        pytest.skip("has no device that is always full")
+    if full:
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    words = [sys.executable, "-c", program]
+    ran = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    os.close(output)
+    assert (ran.returncode, ran.stderr) == (code, said)
+
+
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [

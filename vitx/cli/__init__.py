@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitx import __version__
-from vitx.core.console import Forgiving, ending_signals, log
+from vitx.core.console import Forgiving, Output, ending_signals, log
 from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, naming_extra
 
 
@@ -131,6 +131,8 @@ def _open_standard_streams() -> None:
         sys.stderr = Forgiving(sys.stderr)
     if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a run must not fail for a name
+    if not isinstance(sys.stdout, Output):
+        sys.stdout = Output(sys.stdout)
 
 
 def _lacking(error: OSError) -> str | None:
@@ -164,7 +166,11 @@ def main() -> None:
     try:
         if codecs.lookup(encoding := sys.getfilesystemencoding()).name != "utf-8":
             raise EnvironmentMissing(f"names of files are taken for {encoding} here, expected utf-8: set PYTHONUTF8=1")
-        app()
+        try:
+            app()
+        finally:
+            if isinstance(sys.exception(), SystemExit | None):  # else there is another error to tell
+                sys.stdout.flush()  # the interpreter's own, at its end, would have exit code 120
     except VitxError as error:
         text = str(error)
         if "://" in text:
@@ -174,6 +180,11 @@ def main() -> None:
         log(f"error: {text}")
         sys.exit(error.exit_code)
     except OSError as error:
+        if error.filename == Output.NAME:
+            sys.stdout = Forgiving(sys.stdout)  # what it did not take is lost
+            if error.errno != errno.EPIPE:  # a reader that has enough, such as head
+                log(f"error: cannot write to standard output: {error.strerror}")
+            sys.exit(1 if error.errno == errno.EPIPE else 3)
         if (lacking := _lacking(error)) is not None:
             log(f"error: {lacking}")
             sys.exit(3)

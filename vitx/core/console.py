@@ -103,6 +103,28 @@ class Forgiving:
             self._stream.flush()
 
 
+class Output(Forgiving):
+    """Standard output: what it cannot take is an error that names it, which the system's does not."""
+
+    NAME = "standard output"
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            self._stream.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.NAME
+            raise
+
+
 def ending_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM, and SIGHUP, which a closed terminal sends, unless that is ignored, as `nohup` starts a program."""
     if sys.platform == "win32" or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
