@@ -31,6 +31,7 @@ class Bake(Options):
     heat: float = option(180.0, "In °C.", flag="--celsius")
     oven: Oven = Oven()
     fan: bool = option(False, "With the fan.")
+    hot_air: int = option(0, "In °C.")
     tins: tuple[Path, ...] = option((), "Tins.", flag="--tin")
     range_: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
         None, "Minutes.", flag="--minutes", text=True
@@ -63,6 +64,7 @@ def test_each_field_is_an_option() -> None:
         "heat": 180.0,
         "oven": {"trays": 2, "racks": []},
         "fan": False,
+        "hot_air": 0,
         "tins": [],
         "range_": None,
         "set": ["oven"],
@@ -104,7 +106,10 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
         (f"trays = {'[' * 5000}{']' * 5000}", "cannot be read as TOML: maximum recursion depth"),
         ("trays = true", "trays = true: expected a value, it is not a flag"),
         ("config = 'other.toml'", "unknown option in --config .*'config'"),
-        ('minutes = "9:4"', "--minutes 9:4: expected a number such as 4, or a least and a most"),
+        ('minutes = "9:4"', r"--config .*bake\.toml: --minutes 9:4: expected a number such as 4, or a "),
+        ("trays = 0", r"--config .*bake\.toml: --trays 0: "),
+        ('celsius = "hot"', r"--config .*bake\.toml: --celsius hot: "),
+        ("hot-air = 1\nhot_air = 2", "'hot_air' is there with dashes and with underscores: expected it once"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -116,13 +121,11 @@ def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, m
 
 def test_bounds_hold_wherever_the_value_comes_from(tmp_path: Path) -> None:
     (tmp_path / "bake.toml").write_text("trays = 0")
-    for arguments, environment in (
-        (("--trays", "0"), {}),
-        (("--config", str(tmp_path / "bake.toml")), {}),
-        ((), {"VITX_BAKE_TRAYS": "0"}),
-    ):
+    for arguments, environment in ((("--trays", "0"), {}), ((), {"VITX_BAKE_TRAYS": "0"})):
         with pytest.raises(RuntimeError, match=r"(?s)2: .*--trays"):
             bake("plum", *arguments, **environment)
+    with pytest.raises(InputError, match="--trays"):
+        bake("plum", "--config", str(tmp_path / "bake.toml"))
     with pytest.raises(ValidationError):
         Oven(trays=0)
     with pytest.raises(InputError, match=r"missing\.toml: cannot be read as TOML"):

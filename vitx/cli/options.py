@@ -51,7 +51,13 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--out=" in args or ("--out", "") in pairwise(args):
             raise typer.BadParameter(_EMPTY, ctx, param_hint="--out")
-        return super().parse_args(ctx, _with_ray_address(args))
+        try:
+            return super().parse_args(ctx, _with_ray_address(args))
+        except typer.BadParameter as error:  # which names the environment variable, whatever the value is from
+            if error.param is None or not (file := _file_of(error.param.name, ctx)):
+                raise
+            given = ctx.default_map[error.param.name]
+            raise InputError(f"{file}{error.param.opts[0]} {given}: {error.message}") from None
 
 
 def _with_ray_address(arguments: Sequence[str]) -> list[str]:
@@ -59,6 +65,12 @@ def _with_ray_address(arguments: Sequence[str]) -> list[str]:
         f"--ray={LOCAL_RAY}" if one == "--ray" and not _RAY_ADDRESS.fullmatch(after) else one
         for one, after in pairwise([*arguments, ""])
     ]
+
+
+def _file_of(name: str | None, context: typer.Context) -> str:
+    """What an error begins with if a parameter's value is from --config."""
+    source = context.get_parameter_source(name or "")
+    return f"--config {context.params['config']}: " if source is not None and source.name == "DEFAULT_MAP" else ""
 
 
 def from_records(verb: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -150,7 +162,8 @@ def _record(record: type[Options], context: typer.Context, values: dict[str, Any
         if not first["loc"]:
             raise InputError(message) from None
         name = str(first["loc"][0])
-        raise InputError(f"{_flag(name, record.model_fields[name])} {first['input']}: {message}") from None
+        flag = _flag(name, record.model_fields[name])
+        raise InputError(f"{_file_of(name, context)}{flag} {first['input']}: {message}") from None
 
 
 def require_effect(options: Options, fields: set[str], otherwise: str) -> None:
@@ -198,6 +211,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         parameter = known.get(name.replace("-", "_"))
         if parameter is None or parameter.name is None:
             raise unknown_name(f"option in --config {path}:", name, known)
+        if parameter.name in defaults:
+            raise InputError(f"--config {path}: '{name}' is there with dashes and with underscores: expected it once")
         defaults[parameter.name] = _config_value(path, name, value, parameter)
     context.default_map = defaults
     return path
