@@ -129,6 +129,30 @@ def test_images_and_keys_in_every_type_of_bytes_and_text(
     assert "view" not in str(found.schema)
 
 
+VIEW, NEEDED = pa.string_view(), pa.struct([pa.field("x", pa.int32(), nullable=False)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (pa.list_(VIEW), ["a", None], pa.list_(pa.string())),
+        (pa.large_list(pa.list_(VIEW)), [["a"]], pa.large_list(pa.list_(pa.string()))),
+        (pa.list_(VIEW, 2), ["a", "b"], pa.list_(pa.string(), 2)),
+        (pa.map_(VIEW, VIEW), [("a", "b")], pa.map_(pa.string(), pa.string())),
+        (pa.struct([("x", pa.list_(VIEW))]), {"x": ["a"]}, pa.struct([("x", pa.list_(pa.string()))])),
+        (pa.list_(NEEDED), [{"x": 1}], pa.list_(NEEDED)),  # a row without a value has no list
+    ],
+    ids=str,
+)
+def test_views_in_lists_go_on_as_what_they_view(
+    tiny_bundle: Bundle, tmp_path: Path, kind: Any, value: Any, expected: Any
+) -> None:
+    pq.write_table(table(of=pa.array([value, None] * 3, kind)), tmp_path / "a.parquet")
+    run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out")
+    found = output(tmp_path / "out")["of"]
+    assert (found.type, found.to_pylist()) == (expected, [value, None] * 3)
+
+
 def test_a_column_of_keys_may_have_the_name_of_ours(tiny_bundle: Bundle, tmp_path: Path) -> None:
     pq.write_table(table(path=list("abcdef"), label=list(range(6))), tmp_path / "a.parquet")
     run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out", key="path")

@@ -117,14 +117,28 @@ def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple
             )
 
 
-def _nullable(kind: Any) -> Any:
+def _nullable(kind: Any, *, optional: bool = True) -> Any:
     """The type; of a struct without required fields, which could not be null in rows without a value.
 
-    And without Arrow's views, of which pyarrow writes no part of a struct. In Parquet they are the same.
+    And without Arrow's views, of which pyarrow writes no part of a struct. In Parquet they are the same. A list_view
+    stays one: pyarrow makes no list of it. optional: false within a list, which is null where a row has no value.
     """
-    if not types.is_struct(kind):
-        return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
-    return pa.struct([one.with_type(_nullable(one.type)).with_nullable(True) for one in kind])
+    within = optional and types.is_struct(kind)
+
+    def inner(one: Any) -> Any:
+        return one.with_type(_nullable(one.type, optional=within)).with_nullable(one.nullable or within)
+
+    if types.is_struct(kind):
+        return pa.struct(map(inner, kind))
+    if types.is_map(kind):
+        return pa.map_(inner(kind.key_field), inner(kind.item_field), kind.keys_sorted)
+    if types.is_list(kind):
+        return pa.list_(inner(kind.value_field))
+    if types.is_large_list(kind):
+        return pa.large_list(inner(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_field), kind.list_size)
+    return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
 
 
 def schema_to_text(schema: Any) -> str | None:
