@@ -119,6 +119,11 @@ def test_gzip_is_read_to_its_checksum() -> None:
     assert read(packed + bytes(70_000) + packed)[1].startswith("other bytes follow the block of zeros")
 
 
+def test_zstd_is_named() -> None:
+    zstd = b"\x28\xb5\x2f\xfd\x24\x02\x11\x00\x00\x3a\x29\xb5\x1f\x12\xc3"
+    assert read(zstd) == ([], "it is compressed by zstd, which is not read: decompress it (zstd -d), or use gzip")
+
+
 def test_every_whole_image_before_the_damage_of_a_gzip_is_read() -> None:
     """As many as zlib gives byte by byte, which is all that can be had."""
     packed = gzip.compress(WHOLE)

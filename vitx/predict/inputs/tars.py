@@ -22,7 +22,7 @@ from vitx.predict.inputs.stores import is_image_name
 
 # What reading a stream may raise besides ImageError.
 ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
-_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 # A part of a name that begins with a dot, but for "." and "..": many archives begin each name with "./".
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?(?:/|$))")
 
@@ -103,7 +103,10 @@ class _Gunzip:
 def _uncompressed(file: BinaryIO) -> BinaryIO:
     """`file`, or what it holds if that is gzip; with `read` alone, which gives all that stands before an error."""
     reader = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file))
-    packed = reader.peek(2)[:2] == _GZIP_MAGIC
+    beginning = reader.peek(4)
+    if beginning.startswith(_ZSTD_MAGIC):
+        raise tarfile.ReadError("it is compressed by zstd, which is not read: decompress it (zstd -d), or use gzip")
+    packed = beginning.startswith(_GZIP_MAGIC)
     return cast(BinaryIO, _Gunzip(reader) if packed else SimpleNamespace(read=reader.read1))
 
 
