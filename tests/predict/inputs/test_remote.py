@@ -159,6 +159,23 @@ def test_what_an_http_server_does_not_give_is_asked_for_once(waits: list[float],
     assert gets == ["/a.png"]
 
 
+def test_content_is_asked_for_as_it_is() -> None:
+    """Else a server may compress a Parquet file on the way, of which then no part can be read."""
+    pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
+    asked = []
+
+    def answer(handler: Any) -> None:
+        asked.append(handler.headers["Accept-Encoding"])
+        handler.send_response(200)
+        handler.send_header("Content-Length", "5")
+        handler.end_headers()
+        handler.wfile.write(b"image")
+
+    with http_server(answer=answer) as (url, _):
+        assert read_bytes(f"{url}/a.png") == b"image"
+    assert asked == ["identity"]
+
+
 def test_of_an_http_body_without_end_no_more_is_read(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, so that nothing says how long it is."""
     pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")

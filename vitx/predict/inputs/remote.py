@@ -71,7 +71,9 @@ async def _http_client(**options: Any) -> Any:
             super().raise_for_status()
 
     limits = aiohttp.ClientTimeout(total=None, sock_connect=READ_SECONDS, sock_read=READ_SECONDS)
-    ours: dict[str, Any] = {"timeout": limits, "response_class": Answer}
+    # As it is: images gain nothing, and of what is compressed on the way no part, size or ETag is that of the file.
+    headers = {"Accept-Encoding": "identity", **options.pop("headers", {})}
+    ours: dict[str, Any] = {"timeout": limits, "response_class": Answer, "headers": headers}
     return aiohttp.ClientSession(**(ours | options))
 
 
