@@ -15,6 +15,7 @@ help:
 	@echo "make mutate ROOM=parity   wrong lines put into vitx/parity one by one: do its tests notice? (docs/mutation.md)"
 	@echo "make soak    half an hour of mixed requests against a server"
 	@echo "make update  install the newest allowed versions and write them to constraints.txt"
+	@echo "make clean   remove .venv, and what make demo and a build have left"
 
 # A stamp is written last, so an interrupted install is repeated; a changed pyproject installs again.
 $(VENV)/.%.stamp: pyproject.toml constraints.txt

@@ -1,9 +1,11 @@
 """`vitx demo`: what it refuses, and how a verb's failure ends it. `make demo` runs the whole of it."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from cli_fixture import Vitx
 from vitx.bench import demo
 from vitx.core.errors import CheckFailed, InputError
 
@@ -37,3 +39,12 @@ def test_other_classes_over_http_or_a_failed_certificate_fail_the_demo() -> None
         demo.DemoResult(0.975, 0.5, "pass", {}).check()
     with pytest.raises(CheckFailed, match="does not say pass"):
         demo.DemoResult(0.975, 0.975, "fail", {}).check()
+
+
+def test_a_package_that_a_later_verb_needs_is_missed_at_once(
+    tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "run_demo", lambda out: pytest.fail("it begins"))
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    said = "error: this needs the package 'onnxscript', which is not installed: pip install 'vitx[all]'\n"
+    assert vitx("demo", "--out", tmp_path / "demo") == (3, "", said)

@@ -1,5 +1,6 @@
 """`vitx demo`: the main job on handwritten digits."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,14 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train on handwritten digits, export with proof, serve, and send every test image over HTTP as PNG."""
-    from vitx.bench.demo import RECIPE, run_demo
+    from vitx.cli.doctor import EXTRAS
     from vitx.core.console import print_fields, print_json
+    from vitx.core.errors import missing_package
+
+    for package in (package for extra in ("train", "export", "serve") for package in EXTRAS[extra][0]):
+        if find_spec(package) is None:  # said now, not after minutes of training
+            raise missing_package(package, "all")
+    from vitx.bench.demo import RECIPE, run_demo
 
     result = run_demo(out)
     if as_json:
