@@ -176,6 +176,20 @@ def test_content_is_asked_for_as_it_is() -> None:
     assert asked == ["identity"]
 
 
+def test_links_are_html() -> None:
+    """As Apache lists `a&b.png`; an object of a store may be called `a&amp;b.png`."""
+    pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
+
+    def answer(handler: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/html")
+        handler.end_headers()
+        handler.wfile.write(b'<a href="a&amp;b.png">a&amp;b.png</a>')
+
+    with http_server(answer=answer) as (url, _):
+        assert [*walk_images(url, lambda name: None)] == [("a&b.png", None)]
+
+
 def test_of_an_http_body_without_end_no_more_is_read(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, so that nothing says how long it is."""
     pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")

@@ -6,6 +6,7 @@ UTF-8. stopped: when it is set, what a store is asked ends with CancelledError.
 
 import errno
 import glob
+import html
 import inspect
 import os
 import re
@@ -282,6 +283,7 @@ def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dic
         keys = _listed(system, "find", path, prefix="/") if _finds_prefixes(system) else ()
         for entry in _listed(system, "ls", path, detail=True):
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+            name = html.unescape(name) if remote.is_http(path) else name  # of a link, which fsspec takes as it stands
             if str(entry["name"]).strip("/") != path.strip("/"):
                 if name:
                     yield name, entry, None if entry["type"] != "directory" or is_hidden(name) else above
