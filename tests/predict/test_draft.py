@@ -240,6 +240,18 @@ def test_of_a_shard_of_unknown_size_the_first_are_sampled(tmp_path: Path, monkey
     assert taken == 8
 
 
+def test_row_groups_without_a_row_take_no_part_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [Shard("parquet", "a", start=min(index, 1) * 8, count=8 * (index == 0)) for index in range(9)]
+
+    def items(shard: Shard, *_: object) -> Any:
+        return (Item(str(index), b"") for index in range(shard.count or 0))
+
+    monkeypatch.setattr(draft, "SAMPLE_IMAGES", 8)
+    monkeypatch.setattr(draft, "read_shard", items)
+    decoder: Any = SimpleNamespace(from_bytes=lambda data, draft=False: data)
+    assert len([*draft._pairs(Inventory("", tuple(shards)), Path("list"), TableColumns(), decoder)]) == 8
+
+
 class ByLevel(NumpySession):
     """Logits of one grey level: at 100 or more the second class, by as much as the level is above it."""
 

@@ -80,7 +80,7 @@ def _pairs(
     left out: they become rows with an error either way.
     """
     share = -(-SAMPLE_IMAGES // len(inventory.shards))
-    sizes = [shard.count or share for shard in inventory.shards]
+    sizes = [share if shard.count is None else shard.count for shard in inventory.shards]
     sampled = min(SAMPLE_IMAGES, sum(sizes))
     chosen, first = {index * sum(sizes) // sampled for index in range(sampled)}, 0
     for shard, size in zip(inventory.shards, sizes, strict=True):
