@@ -213,6 +213,40 @@ def test_what_the_machine_lacks_is_one_line_with_the_remedy(tmp_path: Path, prog
     assert ended.stderr.startswith(f"error: {said}")
 
 
+NO_SEGMENT = ImportError("libtorch_cpu.so: failed to map segment from shared object")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (NO_SEGMENT, "libtorch_cpu.so: failed to map segment from shared object: "),
+        (MemoryError("Unable to allocate 7.45 GiB"), "Unable to allocate 7.45 GiB: "),
+        (MemoryError(), "MemoryError: "),
+    ],
+)
+def test_too_little_memory_is_one_line_with_the_remedy(
+    raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise raised
+
+    monkeypatch.setattr(vitx.cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        vitx.cli.main()
+    found = capsys.readouterr().err
+    assert (ended.value.code, found.count("\n")) == (3, 1)
+    assert found.startswith(f"error: {said}too little memory")
+
+
+def test_an_import_that_fails_for_another_reason_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app() -> None:
+        raise ImportError("undefined symbol: cudaFree")
+
+    monkeypatch.setattr(vitx.cli, "app", app)
+    with pytest.raises(ImportError, match="undefined symbol"):
+        vitx.cli.main()
+
+
 @pytest.mark.parametrize(
     "arguments", [("eval", "LONG"), ("parity", "LONG"), ("predict", "LONG", "."), ("serve", "LONG", "--port", "0")]
 )

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from vitx import __version__
 from vitx.core.console import Forgiving, Output, ending_signals, log
-from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, naming_extra
+from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, first_line, naming_extra
 
 
 class Verb(NamedTuple):
@@ -149,6 +149,12 @@ def _lacking(error: OSError) -> str | None:
     return None
 
 
+def _memory_lacks(error: Exception) -> bool:
+    """Whether a value did not fit, or a library that is imported: of the latter the message alone tells."""
+    text = f"{error} {error.__cause__}"
+    return isinstance(error, MemoryError) or "failed to map segment" in text or "allocate memory" in text
+
+
 def _terminate(number: int, frame: object) -> None:
     if number != signal.SIGTERM:  # for one closed terminal the system and the shell each send some
         signal.signal(number, signal.SIG_IGN)
@@ -196,6 +202,12 @@ def main() -> None:
             raise
         log(f"error: cannot use{where}: {error.strerror}")
         sys.exit(2)
+    except (ImportError, MemoryError) as error:
+        if not _memory_lacks(error):
+            raise
+        what = first_line(error.__cause__ or error)
+        log(f"error: {what}: too little memory for this process: raise its limit (ulimit -v, or its container's)")
+        sys.exit(3)
     except UnicodeEncodeError as error:
         if not any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
             raise
