@@ -182,6 +182,10 @@ def test_a_value_is_a_literal_or_a_text(text: str, value: Any) -> None:
             "--model-arg in_chans is no argument of 'deit_digits': leave it out, bundles classify RGB images",
         ),
         (
+            ["img_size=(32, 48)"],
+            "--model-arg img_size=[32, 48]: expected the side of a square in pixels, such as 384",
+        ),
+        (
             ["img_size=None"],
             "--model-arg img_size=None: timm leaves out what is None, whatever its name: leave it out",
         ),
@@ -274,9 +278,10 @@ def test_a_classifier_that_was_not_published_is_random_and_the_same_each_time(mo
     assert first.checkpoint_sha256 == second.checkpoint_sha256
 
 
-def test_a_size_that_is_not_square_is_refused() -> None:
-    with pytest.raises(InputError, match="takes 3 × 32 × 64 values: expected RGB and a square"):
-        SourceRequest("model:deit_digits?img_size=(32, 64)", weights="random").load()
+def test_a_published_size_that_is_not_square_is_refused() -> None:
+    config = timm.get_pretrained_cfg("vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    with pytest.raises(InputError, match=r"^vit_tiny_patch16_224\.\w+ takes 3 × 32 × 64 values: expected RGB and a sq"):
+        preprocessing_of(dataclasses.replace(config, input_size=(3, 32, 64)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -148,6 +148,9 @@ def _parsed_arguments(network: str, given: Sequence[str]) -> dict[str, Any]:
         arguments[key] = _literal(argument, text)
         if arguments[key] is None:
             raise InputError(f"--model-arg {argument}: timm leaves out what is None, whatever its name: leave it out")
+    size = arguments.get("img_size")
+    if isinstance(size, list) and len(size) == 2 and size[0] != size[1]:  # before minutes are spent on the weights
+        raise InputError(f"--model-arg img_size={size}: expected the side of a square in pixels, such as 384")
     return arguments
 
 
