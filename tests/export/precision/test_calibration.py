@@ -49,6 +49,15 @@ def test_zeros_alone_have_no_range_yet() -> None:
     assert (found.limit, found.counts.sum(), found.counts[-1]) == (2.0, 1, 1)
 
 
+@pytest.mark.parametrize("largest", [1e-36, 1e-44])
+def test_a_tensor_of_numbers_next_to_zero_has_a_range(largest: float) -> None:
+    """2,048 bins over 1e-36 would be more than a float32 holds for each unit."""
+    found = of([largest, 0.0, -largest / 2], [[largest]])
+    assert found.counts.sum() == 4
+    for method in calibration.METHODS:
+        assert found.threshold(method) == float(np.float32(largest))
+
+
 def test_the_limit_doubles_until_it_holds_the_largest() -> None:
     found = of([1.0], [16.0])
     assert (found.limit, found.counts[BINS // 16 - 1], found.counts[-1]) == (16.0, 1, 1)

@@ -28,6 +28,8 @@ BINS = 2048
 # Of a tensor with more than LARGE values every seventh goes into the histogram. Seven is coprime to the usual widths,
 # so every channel is sampled.
 LARGE, STRIDE = 1 << 16, 7
+# As the least scale is (qdq.py): of a smaller limit the bins for each unit are more than a float32 can hold.
+LEAST_LIMIT = 1e-30
 
 
 def sample_images(
@@ -107,8 +109,8 @@ class Activations:
             self.counts += np.bincount(bins, minlength=BINS)
 
     def _widen(self) -> None:
-        if self.limit == 0.0:
-            self.limit = self.largest
+        if self.limit == 0.0 and self.largest > 0.0:
+            self.limit = max(self.largest, LEAST_LIMIT)
         while self.limit < self.largest:
             self.limit *= 2
             self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2, np.int64)])
