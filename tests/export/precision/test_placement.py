@@ -172,6 +172,13 @@ def test_a_bias_is_a_constant_row(added: str, shape: tuple[int, ...], found: boo
     assert layer == Layer("product", "MatMul", ("x",), "W", 1, ("y", "B") if found else None)
 
 
+def test_a_row_that_widens_a_product_of_one_channel_is_no_bias() -> None:
+    nodes = [node("MatMul", "x W", "product"), node("Add", "product B", "y")]
+    graph = Dataflow(graph_of(nodes, [16], W=np.ones((16, 1)), B=np.ones(5)))
+    (layer,) = find_layers(graph, "int8", "cpu")
+    assert layer.bias is None
+
+
 @pytest.mark.parametrize(("kind", "target"), [("int8", "cpu"), ("int8", "tensorrt"), ("fp8", "tensorrt")])
 @pytest.mark.parametrize(("tokens", "width"), [(65, None), (None, 32), (65, 32)])
 def test_attention_of_sides_that_are_not_known(tokens: int | None, width: int | None, kind: Any, target: Any) -> None:

@@ -216,5 +216,6 @@ def _added_bias(
     after = readers[node.output[0]]
     if len(after) != 1 or after[0].op_type != "Add":
         return None
-    rows = [name for name in after[0].input if name in flow.constants and len(flow.shapes[name]) == 1]
-    return (after[0].name, rows[0]) if rows and len(flow.array(rows[0])) > 1 else None
+    channels = flow.shapes[node.input[1]][1]  # a row of another length is added to a product of one channel, many times
+    rows = [name for name in after[0].input if name in flow.constants and flow.shapes[name] == (channels,)]
+    return (after[0].name, rows[0]) if rows and channels != 1 else None
