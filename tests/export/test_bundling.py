@@ -106,6 +106,7 @@ def test_a_failed_export_leaves_the_old_bundle(
         ("model:deepvit_digits", ("--uncertified", "--out", "a b.vitx"), "cannot be a bundle's name"),
         ("model:deepvit_digits", ("--explain", "--out", "a"), "only prints what rewrites remove: leave --out a out"),
         ("model:deepvit_digits", ("--explain", "--precision", "fp16"), "remove: leave --precision out"),
+        ("model:deepvit_digits", ("--explain", "--witness", "none"), "what rewrites remove: leave --witness out"),
         ("model:deepvit_digits", ("--explain", "--openvino"), "only prints what rewrites remove: leave --openvino out"),
     ],
 )

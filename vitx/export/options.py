@@ -121,6 +121,7 @@ class ExportOptions(Options):
             "--triton": self.triton,
             "--hub": self.hub,
             "--output": self.outputs,
+            "--witness": self.witness is not None,
             "--sign": self.sign,
         }
         for flag, given in made.items():
