@@ -6,17 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize
 
-from vitx.core.options import (
-    MAX_BATCH,
-    AllowUncertified,
-    DeviceOption,
-    Options,
-    RayAddress,
-    RequireSignature,
-    RuntimeOption,
-    number_range,
-    option,
-)
+from vitx.core import options as shared
+from vitx.core.options import Options, number_range, option
 from vitx.serve.limits import Batching, Limits
 
 _POLICY = re.compile("([^=]+=)?(all|latest:[1-9][0-9]{0,8}|[1-9][0-9]{0,17}(,[1-9][0-9]{0,17})*)")
@@ -51,7 +42,7 @@ class ServeOptions(Options):
     grpc_port: int | None = option(None, "Serve gRPC there too; Triton's is 8001, 0 any free port.", ge=0, le=65535)
     shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
-    max_batch: int = option(32, "Images in a batch at most.", ge=1, le=MAX_BATCH)
+    max_batch: int = option(32, "Images in a batch at most.", ge=1, le=shared.MAX_BATCH)
     max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
     instances: int | None = option(
@@ -61,8 +52,8 @@ class ServeOptions(Options):
         None, "Threads of an instance. Default: what `vitx bench --tune` found, else by the load.", ge=1, le=1024
     )
     workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1, le=1024)
-    device: DeviceOption = "auto"
-    runtime: RuntimeOption = "auto"
+    device: shared.DeviceOption = "auto"
+    runtime: shared.RuntimeOption = "auto"
     timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)
     max_body_mib: float = option(64, "Body of a request, also when decompressed.", ge=0.001)
     max_images: int = option(256, "Images in one request.", ge=1)
@@ -98,15 +89,15 @@ class ServeOptions(Options):
     canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
     access_log: str | None = option(None, "Write one JSON line a request to this file; '-' is standard output.")
     otlp_endpoint: str | None = option(None, "Send traces to this OpenTelemetry collector: http://HOST:4318.")
-    ray: RayAddress = None
+    ray: shared.RayAddress = None
     replicas: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
         None,
         "With --ray: server processes on the cluster; of MIN to MAX as many as the load asks for.",
         metavar="N|MIN:MAX",
         text=True,
     )
-    allow_uncertified: AllowUncertified = False
-    require_signature: RequireSignature = None
+    allow_uncertified: shared.AllowUncertified = False
+    require_signature: shared.RequireSignature = None
 
     @property
     def batching(self) -> Batching:

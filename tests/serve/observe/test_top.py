@@ -235,6 +235,35 @@ def test_samples_of_several_workers_and_models_are_added() -> None:
     assert reading.by_label("vitx_rejections_total", "reason", worker="0") == {"memory": 3.0}
 
 
+def counted(moment: float, **requests: float) -> Reading:
+    """A reading of workers that have answered so many requests, the first of them an hour old."""
+    name = "vitx_request_seconds_count"
+    samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {name: {}, "vitx_requests_total": {}}
+    for worker, count in requests.items():
+        for series in samples.values():
+            series[frozenset({("worker", worker), ("route", "infer")})] = count
+    return Reading("url", {"uptime_seconds": 3600, "ready": True, "latency_ms": {}, "models": []}, samples, moment)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "a_second"),
+    [
+        ({"a": 100, "b": 200}, {"a": 101, "b": 202}, 3),
+        ({"a": 100, "b": 200}, {"b": 202}, 2),  # a did not answer in time
+        ({"b": 202}, {"a": 105, "b": 202}, 0),  # and does again: it did not gain 105 now
+        ({"a": 100, "b": 200}, {"a": 7, "b": 201}, 8),  # a was replaced
+        ({}, {"a": 100, "b": 200}, 0),
+    ],
+)
+def test_a_worker_that_is_missing_or_replaced(before: dict[str, float], now: dict[str, float], a_second: float) -> None:
+    assert snapshot(counted(2, **now), counted(1, **before))["requests_per_second"] == a_second
+
+
+def test_without_a_reading_before_nothing_is_known_of_workers() -> None:
+    """The uptime that comes with the counters of all is of one that may be young."""
+    assert snapshot(counted(2, a=100, b=200), None)["requests_per_second"] == 0
+
+
 def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: ServerProcess) -> None:
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "150", "LINES": "30"}

@@ -26,18 +26,13 @@ from vitx.serve.limits import MANY_TEXTS
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
-from vitx.serve.protocol.infer import (
-    HEADER_LENGTH,
-    InferRequest,
-    decode_infer_request,
-    encode_infer_response,
-    header_length,
-)
+from vitx.serve.protocol.infer import InferRequest, decode_infer_request, encode_infer_response, header_length
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.security import AllowedHosts
 from vitx.serve.server_core import ServerCore
 
 _INFER = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?/infer")  # of a model, or of its version
+_HEADER_LENGTH = b"inference-header-content-length"
 _OF_HEAD = (b"accept-encoding", b"x-request-id", b"traceparent", b"tracestate")
 OfHead = list[str | None]  # the values of these headers
 # What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
@@ -114,7 +109,7 @@ class App:
 
     def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
-        asked = name, version, header_length(asgi.header(scope, HEADER_LENGTH.encode()))
+        asked = name, version, header_length(asgi.header(scope, _HEADER_LENGTH))
         return partial(self._start_infer, asked), True
 
     def _decode(self, asked: Asked, body: bytes, record: RequestRecord) -> Decoded:
@@ -128,7 +123,7 @@ class App:
         reply, json_length = encode_infer_response(rows, request, model.contract, model.bundle.manifest.labels)
         if json_length is None:
             return Reply(reply)
-        headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)
+        headers = ((_HEADER_LENGTH, str(json_length).encode()),)
         return Reply(reply, content_type=b"application/octet-stream", headers=headers)
 
     def _start_infer(

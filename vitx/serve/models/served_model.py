@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from vitx.core.certificate import Certificate
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher, OnLogits, record_times
 from vitx.serve.callbacks import awaited, settle, start_kept
@@ -103,11 +102,12 @@ class ServedModel:
 
         Of the paths of the machines where the model was trained, exported and certified only the last part is shown.
         """
-        manifest, warm = self.bundle.manifest, self._warm
+        manifest, warm, certificate = self.bundle.manifest, self._warm, self.certificate
         verdicts = warm.verdict, warm.outputs and warm.outputs.verdict
+        flips, apart = len(certificate.flips) if certificate else 0, {"subject", "flips", "executables"}
         executables = [verdict and verdict.model_dump(mode="json") for verdict in verdicts]
         made = {
-            "certificate": self.certificate and _summary(self.certificate),
+            "certificate": certificate and {**certificate.model_dump(mode="json", exclude=apart), "flips": flips},
             "executable": executables[0],
             "runtime": self.runtime,
             "outputs_executable": executables[1],
@@ -314,9 +314,3 @@ def _without_folders(value: Any, *, is_path: bool = False) -> Any:
     ):
         return PureWindowsPath(value).name or value  # which knows either kind of slashes
     return value
-
-
-def _summary(certificate: Certificate) -> dict[str, Any]:
-    """A certificate with the number of its flips instead of the list, without its subject and executables."""
-    whole = certificate.model_dump(mode="json", exclude={"subject", "flips", "executables"})
-    return {**whole, "flips": len(certificate.flips)}

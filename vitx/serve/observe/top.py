@@ -5,8 +5,9 @@ import ssl
 import time
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException, IncompleteRead
+from math import inf
 from typing import Any
 from urllib import request as web
 from urllib.error import HTTPError
@@ -39,6 +40,13 @@ class Reading:
         """The sums of the samples that have `labels`, by the value of another label."""
         values = {dict(given)[label] for given in self.samples.get(name, {}) if labels.items() <= given}
         return {value: self.total(name, **labels, **{label: value}) for value in values}
+
+    def answered(self) -> dict[str | None, float]:
+        """Requests that each worker in it has answered; None: of a server that is one process."""
+        counts = {_worker(labels): 0.0 for series in self.samples.values() for labels in series}
+        for labels, count in self.samples.get("vitx_requests_total", {}).items():
+            counts[_worker(labels)] += count
+        return counts
 
 
 class ServerClient:
@@ -113,34 +121,33 @@ class ServerClient:
 def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     """What happened between two readings, or since the server's start if `before` is None. `vitx top --json` prints it.
 
-    Rates are per second, times in milliseconds, memory in MiB; None where nothing happened.
+    Rates are per second, times in milliseconds, memory in MiB; None where nothing happened. Of workers nothing is known
+    without `before`: the uptime is of one of them.
     """
     uptime = float(now.stats["uptime_seconds"])
-    requests = "vitx_requests_total"
-    if before is None or now.total(requests) < before.total(requests):  # another server, or it was restarted
+    if before is None or now.answered().get(None, inf) < before.answered().get(None, 0):  # another one, or restarted
         before = Reading(now.url, {}, {}, now.moment - uptime)
-    seconds = now.moment - before.moment
-    cpu = _gained("process_cpu_seconds_total", now, before)
+    gained, seconds = _gained(now, before), now.moment - before.moment
     rejections = sorted(now.by_label("vitx_rejections_total", "reason").items())
     return {
         "url": now.url,
         "ready": now.stats["ready"],
         "uptime_seconds": uptime,
         "interval_seconds": round(seconds, 3),
-        "requests_per_second": _rate(_gained("vitx_request_seconds_count", now, before), seconds),
+        "requests_per_second": _rate(gained.total("vitx_request_seconds_count"), seconds),
         "latency_ms": {name: value and float(value) for name, value in now.stats["latency_ms"].items()},
         "rejections": {reason: int(value) for reason, value in rejections},
-        "cpu_percent": _rate(100 * cpu, seconds),
+        "cpu_percent": _rate(100 * gained.total("process_cpu_seconds_total"), seconds),
         "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),
         "open_files": int(now.total("process_open_fds")),
-        "models": [_model(model, now, before, seconds) for model in now.stats["models"]],
+        "models": [_model(model, now, gained, seconds) for model in now.stats["models"]],
     }
 
 
-def _model(stats: Mapping[str, Any], now: Reading, before: Reading, seconds: float) -> dict[str, Any]:
+def _model(stats: Mapping[str, Any], now: Reading, gained: Reading, seconds: float) -> dict[str, Any]:
     model = {"model": str(stats["name"]), "version": str(stats["version"])}
-    images = _gained("vitx_images_total", now, before, **model)
-    batches = _gained("vitx_batch_size_count", now, before, **model)
+    images = gained.total("vitx_images_total", **model)
+    batches = gained.total("vitx_batch_size_count", **model)
     info = [dict(labels) for labels in now.samples.get("vitx_model_info", {}) if model.items() <= labels]
     about = info[0] if info else {}
     return {
@@ -151,8 +158,8 @@ def _model(stats: Mapping[str, Any], now: Reading, before: Reading, seconds: flo
         "mean_batch": round(images / batches, 2) if batches else None,
         "queued": int(now.total("vitx_queue_depth", **model)),
         "running": int(now.total("vitx_running_images", **model)),
-        "queue_ms": _percentiles("vitx_queue_seconds_bucket", now, before, model),
-        "compute_ms": _percentiles("vitx_compute_seconds_bucket", now, before, model),
+        "queue_ms": _percentiles("vitx_queue_seconds_bucket", gained, model),
+        "compute_ms": _percentiles("vitx_compute_seconds_bucket", gained, model),
         **{key: about.get(key, "unknown") for key in ("certificate", "runtime", "provider", "precision")},
     }
 
@@ -161,15 +168,31 @@ def _rate(gained: float, seconds: float) -> float:
     return round(gained / seconds, 2) if seconds > 0 else 0.0
 
 
-def _gained(name: str, now: Reading, before: Reading, **labels: str) -> float:
-    """How much a counter has grown."""
-    return now.total(name, **labels) - before.total(name, **labels)
+def _worker(labels: Labels) -> str | None:
+    return dict(labels).get("worker")
 
 
-def _percentiles(name: str, now: Reading, before: Reading, model: Mapping[str, str]) -> dict[str, float | None]:
+def _gained(now: Reading, before: Reading) -> Reading:
+    """What every sample has grown by: of a worker that was replaced all, of one that `before` lacks nothing.
+
+    One that does not answer in time is left out of /metrics, and is in the next with all that it ever counted.
+    """
+    counted, counts = {None: 0.0, **before.answered()}, now.answered()
+    samples: dict[str, dict[Labels, float]] = {name: {} for name in now.samples}
+    for name, series in now.samples.items():
+        for labels, value in series.items():
+            past = before.samples.get(name, {}).get(labels, 0.0)
+            if (count := counted.get(worker := _worker(labels))) is None:
+                past = value
+            elif counts[worker] < count:
+                past = 0.0
+            samples[name][labels] = value - past
+    return replace(now, samples=samples)
+
+
+def _percentiles(name: str, gained: Reading, model: Mapping[str, str]) -> dict[str, float | None]:
     """p50 and p99 of a histogram of seconds, in milliseconds."""
-    past = before.by_label(name, "le", **model)
-    buckets = {float(le): value - past.get(le, 0.0) for le, value in now.by_label(name, "le", **model).items()}
+    buckets = {float(le): value for le, value in gained.by_label(name, "le", **model).items()}
     found = {"p50": quantile(buckets, 0.5), "p99": quantile(buckets, 0.99)}
     return {name: None if seconds is None else round(1e3 * seconds, 3) for name, seconds in found.items()}
 

@@ -102,7 +102,9 @@ class Server:
         self._uvicorn.config.load()
         if link is None:
             await self._start_grpc()
-        self._take_signals()
+        loop, actions = asyncio.get_running_loop(), (*[self._on_signal] * 2, self._on_hangup, self._on_log_rotation)
+        for number, act in zip(_SIGNALS, actions, strict=False):
+            signal.signal(number, lambda *received, act=act: loop.call_soon_threadsafe(act, *received))
         if link is not None:
             await self._join_workers(link)
             await core.load()
@@ -187,12 +189,6 @@ class Server:
         bearer = "-H 'Authorization: Bearer TOKEN' " if self._options.token_file else ""
         url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
         log(f"next: curl {bearer}--data-binary @IMAGE {url}/v1/classify" + f"?model={names[0]}" * (len(names) > 1))
-
-    def _take_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        actions = (self._on_signal, self._on_signal, self._on_hangup, self._on_log_rotation)
-        for number, act in zip(_SIGNALS, actions, strict=False):
-            signal.signal(number, lambda *received, act=act: loop.call_soon_threadsafe(act, *received))
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._draining is not None and self._link is None:  # a parent kills its workers itself

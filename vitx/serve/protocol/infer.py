@@ -37,7 +37,6 @@ from vitx.serve.protocol.parameters import (
 )
 from vitx.serve.protocol.shared_memory import SharedMemory
 
-HEADER_LENGTH = "inference-header-content-length"
 FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 
 # A client sends the same JSON header with every request; only the pixels behind it change. So short ones are cached.
