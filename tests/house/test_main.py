@@ -5,12 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vitx.cli
 from cli_fixture import Vitx
+from vitx.cli import _command
+from vitx.serve.options import ServeOptions
 
 HALF_WRITTEN = """
 import signal, sys, time, vitx.cli
@@ -82,11 +86,48 @@ def test_a_second_sighup_does_not_disturb_the_end(monkeypatch: pytest.MonkeyPatc
     assert (error.value.code, ended) == (128 + signal.SIGHUP, ["in order"])
 
 
+def test_a_reload_that_is_asked_for_while_a_server_starts_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, vitx: Vitx
+) -> None:
+    def launch(options: ServeOptions) -> int:
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    def imported(verb: str) -> Any:
+        signal.raise_signal(signal.SIGHUP)
+        return command(verb)
+
+    command = _command
+    monkeypatch.setattr("vitx.cli._command", imported)
+    monkeypatch.setattr("vitx.serve.process.launch.launch", launch)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert vitx("serve", "a.vitx") == (0, "", "")
+        assert vitx("serve", "a.vitx", "--ray") == (129, "", "")  # which loads nothing again
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert vitx("serve", "a.vitx", "--ray") == (0, "", "")  # under nohup
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_ctrl_c_of_a_verb_says_so(monkeypatch: pytest.MonkeyPatch, vitx: Vitx) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
+    def stopped(signalled: BaseException) -> Callable[[], None]:
+        def load() -> None:
+            raise ImportError("initialization failed") from signalled  # as pybind11 does
+
+        return load
+
     monkeypatch.setattr("vitx.cli.recipes.command", interrupt)
+    assert vitx("recipes") == (130, "", "interrupted\n")
+    monkeypatch.setattr("vitx.cli.recipes.command", stopped(KeyboardInterrupt()))
+    assert vitx("recipes") == (130, "", "interrupted\n")
+    monkeypatch.setattr("vitx.cli.recipes.command", stopped(SystemExit(143)))  # by SIGTERM
+    assert vitx("recipes") == (143, "", "")
+    monkeypatch.setattr("vitx.cli._command", lambda verb: interrupt())  # while its module is imported
     assert vitx("recipes") == (130, "", "interrupted\n")
 
 

@@ -112,11 +112,7 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
             from vitx.core.preprocess import ignore_image_warnings  # here, so that --help imports no Pillow
 
             ignore_image_warnings()
-            try:
-                command(*arguments, **options)
-            except KeyboardInterrupt:  # which typer takes for an exit
-                log("interrupted")
-                raise
+            command(*arguments, **options)
 
     return run
 
@@ -149,16 +145,75 @@ def _lacking(error: OSError) -> str | None:
     return None
 
 
-def _memory_lacks(error: Exception) -> bool:
+def _memory_lacks(error: BaseException) -> bool:
     """Whether a value did not fit, or a library that is imported: of the latter the message alone tells."""
-    text = f"{error} {error.__cause__}"
+    text = f"{error} {error.__cause__}" if isinstance(error, ImportError) else ""
     return isinstance(error, MemoryError) or "failed to map segment" in text or "allocate memory" in text
 
 
-def _terminate(number: int, frame: object) -> None:
+def terminate(number: int, frame: object) -> None:
     if number != signal.SIGTERM:  # for one closed terminal the system and the shell each send some
         signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def not_yet(number: int, frame: object) -> None:
+    """At a reload that a server is asked for before it can: what it loads then is new."""
+
+
+def _signalled(error: BaseException) -> BaseException | None:
+    """What a signal raised, where typer made an exit of it, or a package that was being imported an ImportError."""
+    found = getattr(error.__context__, "__cause__", None) if isinstance(error, SystemExit) else error
+    while isinstance(found, ImportError):
+        found = found.__cause__
+    return found if isinstance(found, KeyboardInterrupt | SystemExit) else None
+
+
+def _told(error: BaseException) -> int | None:
+    """Say in one line why a verb ended, and return the exit code; None where the exit or the traceback stands."""
+    if (signalled := _signalled(error)) is not None:
+        if isinstance(signalled, SystemExit):
+            raise SystemExit(signalled.code)
+        log("interrupted")
+        return 130
+    if isinstance(error, VitxError):
+        text = str(error)
+        if "://" in text:
+            from vitx.core.urls import without_password
+
+            text = without_password(text)
+        log(f"error: {text}")
+        return error.exit_code
+    if isinstance(error, OSError):
+        return _told_of_system(error)
+    if _memory_lacks(error):
+        what = first_line(error.__cause__ or error)
+        log(f"error: {what}: too little memory for this process: raise its limit (ulimit -v, or its container's)")
+        return 3
+    if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in error.object):
+        print(f"error: a name that is not UTF-8 cannot be used here: {error.object!a}", file=sys.stderr)
+        return 2
+    return None
+
+
+def _told_of_system(error: OSError) -> int | None:
+    if error.filename == Output.NAME:
+        sys.stdout = Forgiving(sys.stdout)  # what it did not take is lost
+        if error.errno == errno.EPIPE:  # a reader that has enough, such as head
+            return 1
+        log(f"error: cannot write to standard output: {error.strerror}")
+        return 3
+    if (lacking := _lacking(error)) is not None:
+        log(f"error: {lacking}")
+        return 3
+    where = f" '{error.filename}'" if error.filename else ""
+    if error.errno in FULL_DISK:
+        log(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged")
+        return 3
+    if error.errno in _NOT_USABLE:
+        log(f"error: cannot use{where}: {error.strerror}")
+        return 2
+    return None
 
 
 def main() -> None:
@@ -168,7 +223,10 @@ def main() -> None:
     removed; some verbs handle them themselves.
     """
     _open_standard_streams()
-    before = {number: signal.signal(number, _terminate) for number in ending_signals()}
+    hang_up = not_yet if sys.argv[1:2] == ["serve"] else terminate  # it asks a server for a reload
+    before = {
+        number: signal.signal(number, terminate if number == signal.SIGTERM else hang_up) for number in ending_signals()
+    }
     try:
         if codecs.lookup(encoding := sys.getfilesystemencoding()).name != "utf-8":
             raise EnvironmentMissing(f"names of files are taken for {encoding} here, expected utf-8: set PYTHONUTF8=1")
@@ -177,45 +235,11 @@ def main() -> None:
         finally:
             if isinstance(sys.exception(), SystemExit | None):  # else there is another error to tell
                 sys.stdout.flush()  # the interpreter's own, at its end, would have exit code 120
-    except VitxError as error:
-        text = str(error)
-        if "://" in text:
-            from vitx.core.urls import without_password
-
-            text = without_password(text)
-        log(f"error: {text}")
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.filename == Output.NAME:
-            sys.stdout = Forgiving(sys.stdout)  # what it did not take is lost
-            if error.errno != errno.EPIPE:  # a reader that has enough, such as head
-                log(f"error: cannot write to standard output: {error.strerror}")
-            sys.exit(1 if error.errno == errno.EPIPE else 3)
-        if (lacking := _lacking(error)) is not None:
-            log(f"error: {lacking}")
-            sys.exit(3)
-        where = f" '{error.filename}'" if error.filename else ""
-        if error.errno in FULL_DISK:
-            log(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged")
-            sys.exit(3)
-        if error.errno not in _NOT_USABLE:
+    except BaseException as error:
+        code = _told(error)
+        if code is None:
             raise
-        log(f"error: cannot use{where}: {error.strerror}")
-        sys.exit(2)
-    except (ImportError, MemoryError) as error:
-        if not _memory_lacks(error):
-            raise
-        what = first_line(error.__cause__ or error)
-        log(f"error: {what}: too little memory for this process: raise its limit (ulimit -v, or its container's)")
-        sys.exit(3)
-    except UnicodeEncodeError as error:
-        if not any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
-            raise
-        print(f"error: a name that is not UTF-8 cannot be used here: {error.object!a}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:  # while a verb is imported
-        log("interrupted")
-        sys.exit(130)
+        sys.exit(code)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
