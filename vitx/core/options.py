@@ -1,5 +1,6 @@
 """Options of a verb as one frozen record: the command line, the environment, `--config` and Python share its fields."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,6 +105,14 @@ def number_range(given: Any) -> Any:
     if not all(number.isascii() and number.isdigit() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
         raise ValueError("expected a number such as 4, or a least and a most such as 2:8")
     return int(least), int(numbers[1])
+
+
+def byte_size(given: Any, read: Callable[[Any], Any]) -> Any:
+    """What `read`, pydantic's check of a ByteSize, makes of a value; raise ValueError that says what is expected."""
+    try:
+        return read(given)
+    except ValueError:
+        raise ValueError("expected bytes, such as 268435456 or 256MiB") from None
 
 
 def parse_batch_sizes(given: Any) -> Any:

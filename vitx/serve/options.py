@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize
+from pydantic import AfterValidator, BeforeValidator, ByteSize, WrapValidator
 
 from vitx.core import options as shared
 from vitx.core.options import Options, number_range, option
@@ -65,7 +65,7 @@ class ServeOptions(Options):
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
     max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
-    cache: ByteSize | None = option(
+    cache: Annotated[ByteSize | None, WrapValidator(shared.byte_size)] = option(
         None, "Keep answers to content that may come again, so many bytes, such as 256MiB.", metavar="SIZE", text=True
     )
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)

@@ -17,7 +17,8 @@ from prometheus_client import Counter
 from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, png, with_embedding, write_bundle
-from server_process import ServerProcess, grpc_address, run_serve, running_server, wait_until
+from cli_fixture import Vitx
+from server_process import ServerProcess, grpc_address, running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.files import replace_folder
 from vitx.serve.http.classify import Classifier
@@ -466,7 +467,12 @@ def test_the_digests_of_a_form_do_not_hold_up_others() -> None:
     assert turns >= 50
 
 
-def test_a_size_that_is_none_is_refused() -> None:
-    refused = run_serve("none.vitx", "--cache", "much")
-    assert refused.returncode == 2
-    assert "--cache much" in refused.stderr
+@pytest.mark.parametrize("given", ["much", "-1", "1e3", "inf", ""])
+def test_a_size_that_is_none_is_refused(given: str, vitx: Vitx) -> None:
+    expected = "expected bytes, such as 268435456 or 256MiB"
+    assert vitx("serve", "none.vitx", "--cache", given) == (2, "", f"error: --cache {given}: {expected}\n")
+
+
+@pytest.mark.parametrize(("given", "size"), [("0", 0), ("1000", 1000), ("1.5 GiB", 3 * 2**29), ("10mb", 10_000_000)])
+def test_sizes(given: str, size: int) -> None:
+    assert ServeOptions(cache=given).cache == size  # type: ignore[arg-type]
