@@ -119,14 +119,10 @@ def _duration(seconds: float) -> str:
 
 
 def _token(path: Path | None) -> str | None:
-    from vitx.core.errors import InputError
+    from vitx.serve.security import read_token
 
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the token file '{path}': {error}") from None
+    token = read_token(path)
+    return None if token is None else token.decode()
 
 
 def _checked_ca_file(path: Path | None) -> str | None:

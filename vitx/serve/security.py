@@ -21,13 +21,13 @@ class Tokens:
     """The tokens of each kind of request; None: none is needed."""
 
     def __init__(self, options: ServeOptions) -> None:
-        """Read the token files; raise InputError for one that is missing or whose token is short."""
-        inference, metrics = _read_token(options.token_file), _read_token(options.metrics_token_file)
+        """Raises InputError for files that `read_token` refuses, and for those that do not go together."""
+        inference, metrics = read_token(options.token_file), read_token(options.metrics_token_file)
         if options.metrics == "token":
             metrics = metrics or inference
         elif metrics is not None:
             raise InputError(f"--metrics-token-file is of --metrics token, not of --metrics {options.metrics}")
-        management = _read_token(options.management_token_file)
+        management = read_token(options.management_token_file)
         if options.management is (management is None) or (management and management in (inference, metrics)):
             raise InputError("--management and --management-token-file go together, with a token that nothing else has")
         self.of: dict[Kind, bytes | None] = {"inference": inference, "management": management, "metrics": metrics}
@@ -123,7 +123,8 @@ def read_pem(options: ServeOptions) -> Pem | None:
         raise InputError(f"--tls-client-ca '{authorities}' has no certificates in PEM: {error}") from None
 
 
-def _read_token(path: Path | None) -> bytes | None:
+def read_token(path: Path | None) -> bytes | None:
+    """The token in a file; raise InputError for one that is missing, or whose token is short."""
     if path is None:
         return None
     try:

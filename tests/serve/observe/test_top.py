@@ -166,6 +166,14 @@ def test_the_token_does_not_go_where_a_server_points(tmp_path: Path, vitx: Vitx)
     assert (len(heads), [head["Authorization"] for head in asked]) == (0, [f"Bearer {TOKEN}"])
 
 
+@pytest.mark.parametrize("option", ["--token-file", "--metrics-token-file"])
+def test_what_is_no_token_is_said_and_not_printed(option: str, tmp_path: Path, vitx: Vitx) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n{TOKEN}")
+    code, _, err = vitx("top", "127.0.0.1:1", "--once", option, tmp_path / "token")
+    assert (code, TOKEN in err) == (2, False)
+    assert err.startswith(f"error: the token in '{tmp_path / 'token'}' is not 16 or more visible ASCII characters")
+
+
 def test_an_answer_that_does_not_end(vitx: Vitx) -> None:
     with answering({"/v1/stats": b" " * (65 * 2**20)}) as (url, _):
         code, _, err = vitx("top", url, "--once")
