@@ -70,6 +70,14 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
             "losses.mixing needs images of mixed patches: set cutmix.probability above 0, or losses",
         ),
         ("schedule.min_lr=1", "schedule.min_lr 1 is above the learning rate"),
+        (
+            "augmentation.color_jitter=1e308",
+            "--set augmentation.color_jitter: given .1e308., expected: less",
+        ),
+        ("cutmix.alpha=1e308", "--set cutmix.alpha: given '1e308', expected: less than or equal to 1000"),
+        ("cutmix.alpha=1e-320", "--set cutmix.alpha: given '1e-320', expected: greater than or equal to 0.001"),
+        ("mixup.mixup=1e308", "--set mixup.mixup: given '1e308', expected: less than or equal to 1000"),
+        ("mixup.cutmix=1e-300", "mixup.cutmix is 1e-300: expected 0, or 0.001 to 1000"),
         ("model.kwargs.patch_head=true", "model.kwargs.patch_head cannot be given: it follows from losses.mixing"),
     ],
 )

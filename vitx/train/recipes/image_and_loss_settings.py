@@ -11,6 +11,10 @@ Weight = Annotated[FiniteFloat, Field(ge=0)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Decay = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
+# Of Beta(alpha, alpha): beyond these the libraries draw NaN or one number for ever, or never end.
+SMALLEST_ALPHA, LARGEST_ALPHA = 0.001, 1000
+Alpha = Annotated[FiniteFloat, Field(ge=0, le=LARGEST_ALPHA)]
+
 LossVariant = Literal["paper", "official"]
 
 
@@ -38,7 +42,9 @@ class Augmentation(Record):
     auto_augment: str = Field(
         default="", description="timm's name, such as rand-m9-mstd0.5-inc1 (RandAugment) or 3a (three-augment)"
     )
-    color_jitter: Weight = Field(default=0.0, description="largest change of brightness, contrast and saturation")
+    color_jitter: Annotated[FiniteFloat, Field(ge=0, le=100)] = Field(
+        default=0.0, description="largest change of brightness, contrast and saturation"
+    )
     erasing: Fraction = Field(default=0.0, description="probability of random erasing")
     erasing_mode: Literal["const", "rand", "pixel"] = Field(
         default="pixel", description="what fills the erased box: the mean, one random colour, or noise"
@@ -53,8 +59,8 @@ class Augmentation(Record):
 class Mixup(Record):
     """timm's mixup and pixel CutMix of whole images. Not beside the patch-aligned CutMix: pixels would mix twice."""
 
-    mixup: Weight = Field(default=0.0, description="alpha of mixup; 0 is off")
-    cutmix: Weight = Field(default=0.0, description="alpha of pixel CutMix; 0 is off")
+    mixup: Alpha = Field(default=0.0, description="alpha of mixup; 0 is off")
+    cutmix: Alpha = Field(default=0.0, description="alpha of pixel CutMix; 0 is off")
     probability: Fraction = Field(default=1.0, description="share of the batches, pairs or images that are mixed")
     switch_probability: Fraction = Field(default=0.5, description="share of CutMix where both are on")
     mode: Literal["batch", "pair", "elem"] = Field(default="batch", description="which images share one random draw")
@@ -68,7 +74,9 @@ class CutMix(Record):
     """Patch-aligned CutMix: boxes of whole patches, so that every patch has one label."""
 
     probability: Fraction = Field(default=0.0, description="share of the batches, or images, that are mixed")
-    alpha: PositiveFloat = Field(default=1.0, description="the box takes a share ~ Beta(alpha, alpha) of the image")
+    alpha: Annotated[FiniteFloat, Field(ge=SMALLEST_ALPHA, le=LARGEST_ALPHA)] = Field(
+        default=1.0, description="the box takes a share ~ Beta(alpha, alpha) of the image"
+    )
     box: Literal["batch", "sample"] = Field(default="batch", description="one box for a batch, or one for each image")
 
 
@@ -96,7 +104,10 @@ class Losses(Record):
 
 
 def refuse_double_mixing(mixup: Mixup, cutmix: CutMix, losses: Losses) -> None:
-    """Raise ValueError for settings of a recipe that contradict each other."""
+    """Raise ValueError for settings of a recipe that contradict each other, and for an alpha too small to draw with."""
+    for name, alpha in (("mixup", mixup.mixup), ("cutmix", mixup.cutmix)):
+        if 0 < alpha < SMALLEST_ALPHA:
+            raise ValueError(f"mixup.{name} is {alpha:g}: expected 0, or {SMALLEST_ALPHA:g} to {LARGEST_ALPHA:g}")
     if mixup.on and (cutmix.probability or losses.mixing):
         raise ValueError(
             "mixup beside the patch-aligned CutMix would mix pixels twice, and a patch would have no single label: set "
