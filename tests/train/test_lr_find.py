@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,13 @@ import torch
 
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS
+from vitx.core.files import write_json
+from vitx.data.flat_folder import FolderSplit
+from vitx.data.open import open_splits
 from vitx.train import lr_find as module
 from vitx.train.lr_find import FIRST_RATE, LAST_RATE, STEPS
+
+CURVE = [(1e-3, 2.0), (1e-2, 1.0)]
 
 
 def curve_of(
@@ -69,6 +75,20 @@ def test_the_rate_of_a_small_network(vitx: Vitx, tmp_path: Path, monkeypatch: py
     shown = module.rows(found["curve"])
     assert (shown[0][0], len(shown[0][2])) == ("1.0e-06", module.BAR // 2)
     assert [len(bar) for *_, bar in module.rows([(0.1, 2.0), (0.2, 1.0), (0.3, 9.0)])] == [20, 0, 40]
+
+
+def test_a_run_that_is_there_does_not_choose_the_images(
+    vitx: Vitx, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of one folder keeps its split, which a range test on another folder is not of."""
+    images, others = image_folder / "train", tmp_path / "others"
+    shutil.copytree(images, others)
+    write_json(tmp_path / "run" / "split.json", FolderSplit.of(*open_splits(str(images))))
+    names: list[str] = []
+    monkeypatch.setattr(module, "_curve", lambda trainer, quiet: names.append(trainer.train_images.name) or CURVE)
+    command = ("train", "digits-deit", "--data", others, "--out", tmp_path / "run", *TINY_SETTINGS, "--device", "cpu")
+    code, _, said = vitx(*command, "--lr-find", "--json")
+    assert (code, names) == (0, [str(others)]), said
 
 
 def test_a_loss_that_is_not_finite_from_the_first_step_on(vitx: Vitx, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def command(
             _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
         return
     if options.lr_find:
-        _find_rate(resolved, folder, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
+        _find_rate(resolved, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
         return
     after_epoch = None
     if analysis_every:
@@ -120,12 +120,12 @@ def _train(
     log_next("vitx", "report", folder, quiet=quiet)
 
 
-def _find_rate(resolved: "Recipe", folder: Path, *, as_json: bool, **choices: Any) -> None:
+def _find_rate(resolved: "Recipe", *, as_json: bool, **choices: Any) -> None:
     from vitx.core.console import print_json, print_table
     from vitx.train.loop.distributed.processes import is_first_process
     from vitx.train.lr_find import lr_find, rows
 
-    found = lr_find(resolved, folder, **choices)
+    found = lr_find(resolved, **choices)
     if not is_first_process():
         return
     if as_json:

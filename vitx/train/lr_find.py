@@ -1,9 +1,9 @@
 """`vitx train --lr-find`: the learning-rate range test (Smith, arXiv 1506.01186, §3.3), without a run folder."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -25,9 +25,11 @@ SHOWN_ROWS, BAR = 20, 40
 Curve = Sequence[tuple[float, float]]
 
 
-def lr_find(
-    recipe: Recipe, out: Path, *, skip_bad: bool = False, device: str = "auto", quiet: bool = False
-) -> dict[str, Any]:
+# Nothing is written, and a run that is there may have been begun on other images.
+NO_RUN = RunFolder(os.devnull)
+
+
+def lr_find(recipe: Recipe, *, skip_bad: bool = False, device: str = "auto", quiet: bool = False) -> dict[str, Any]:
     """Raise the rate over a hundred steps of `recipe` from fresh weights; nothing is written.
 
     Returns the suggested `optimizer.lr`, a tenth of the rate at which the smoothed loss was lowest (Smith takes that
@@ -36,7 +38,7 @@ def lr_find(
     loss falls at no rate.
     """
     with join_processes(chosen := choose_device(device)) as processes:
-        trainer = Trainer(recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True)
+        trainer = Trainer(recipe, NO_RUN, chosen, processes, skip_bad=skip_bad, quiet=True)
         curve = _curve(trainer, quiet=quiet)
     if not curve:
         raise CheckFailed("the first loss is not finite: look at the losses' weights, the initial weights and the data")
