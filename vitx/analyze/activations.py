@@ -95,7 +95,7 @@ def stream_activations(
     The tensors are the network's own: a caller reads them and does not write. Modes and hooks are as before
     afterwards, also when the loop is left early.
     """
-    device = next(model.parameters()).device
+    parameter = next(model.parameters())  # pixels are of its device and dtype
     found: dict[str, Tensor] = {}
     before: dict[str, Tensor] = {}
     with ExitStack() as restore:
@@ -110,7 +110,7 @@ def stream_activations(
             found.clear()
             before.clear()
             with torch.inference_mode():
-                logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
+                logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(parameter))
             require_finite(logits.float().cpu().numpy())
             maps_of = _whole_maps(softmax, len(pixels)), _whole_maps(after_mix, len(pixels))
             yield Activations(len(pixels), _as_float(found), *maps_of, logits.float(), _as_float(before))

@@ -1,5 +1,6 @@
 """One pass over activations: every unit of every supported family is found, its output observed, its branch removed."""
 
+import copy
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +18,7 @@ from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
 from vitx.analyze.metrics.cka import MinibatchCKA
 from vitx.analyze.metrics.feature_similarity import FeatureSimilarityMetric
 from vitx.analyze.metrics.fourier import FourierMetric
+from vitx.analyze.metrics.lesions import lesion_study
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
 from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.metrics.variance import VarianceMetric
@@ -431,6 +433,15 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
     cosine = torch.cosine_similarity(patches, other, dim=-1).mean().item()
     layers = found[2]["layers"]
     assert found[2]["matrix"][layers.index("blocks.1")][layers.index("blocks.2")] == pytest.approx(cosine, rel=1e-4)
+
+
+def test_a_network_of_float64_is_shown_float64() -> None:
+    model, preprocessing = network("deepvit_s"), Preprocessing(image_size=32)
+    wide = copy.deepcopy(model).double()
+    (batch,), (expected,) = (stream_activations(each, DIGITS, preprocessing) for each in (wide, model))
+    assert torch.allclose(batch.logits, expected.logits, rtol=1e-3, atol=1e-4)
+    assert batch.streams["blocks.1.mlp"].dtype == batch.maps["blocks.1.attn"].dtype == torch.float32
+    assert lesion_study(wide, DIGITS, preprocessing) == lesion_study(model, DIGITS, preprocessing)
 
 
 def _numbers(value: Any) -> Any:

@@ -62,13 +62,13 @@ def lesion_study(
         raise NotApplicable("the network has no residual units that are known")
     removals: dict[tuple[str, str], list[Unit]] = {("unit", unit.name): [unit] for unit in units}
     removals |= {("depth", layer): units[first:] for layer, first in _first_units(units).items()}
-    device = next(model.parameters()).device
+    parameter = next(model.parameters())  # pixels are of its device and dtype
     counter = AccuracyCounter()
     batches = -(-len(images) // batch_size)
     pixels_of = images.batches(preprocessing, batch_size)
     with in_evaluation_mode(model), torch.inference_mode(), progress("lesions", batches, quiet=quiet) as bar:
         for done, (_, pixels, labels) in enumerate(labelled_batches(pixels_of, images.labels), 1):
-            inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
+            inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(parameter)
             counter.add(None, model(inputs).float().cpu().numpy(), labels)
             for name, removed in removals.items():
                 with ExitStack() as restore:
