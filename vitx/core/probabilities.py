@@ -22,7 +22,7 @@ def classification_metrics(logits: npt.NDArray[np.floating], labels: npt.NDArray
     return {
         "top1": float((logits.argmax(axis=1) == labels).mean()),
         "top5": float((top_k(logits, 5) == labels[:, None]).any(axis=1).mean()),
-        "nll": -float(log_probabilities[np.arange(len(labels)), labels].mean()),
+        "nll": 0.0 - float(log_probabilities[np.arange(len(labels)), labels].mean()),  # -0.0 would show its sign
         "ece": calibration_error(probabilities, labels),
         "brier": brier_score(probabilities, labels),
     }

@@ -16,7 +16,7 @@ from vitx.analyze.metric import AnalysisOptions, MetricContext
 from vitx.analyze.metrics.confidence import ConfidenceMetric, confidence
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
 from vitx.core.errors import InputError
-from vitx.core.probabilities import classification_metrics, softmax
+from vitx.core.probabilities import classification_metrics, log_softmax, softmax
 from vitx.data.image_set import ImageSet
 
 
@@ -44,6 +44,15 @@ def test_reference_numbers() -> None:
     }
     assert {name: getattr(measured, name) for name in expected} == pytest.approx(expected, abs=1e-6)
     json.dumps(measured.model_dump(mode="json"), allow_nan=False)
+
+
+def test_a_network_that_is_sure_and_right_has_a_likelihood_without_a_sign() -> None:
+    logits, labels = np.array([[1000.0, 0.0], [0.0, 1000.0]] * 6), np.array([0, 1] * 6)
+    scaled = temperature_scaling(logits, labels)
+    sure = confidence(softmax(logits), labels, log_probabilities=log_softmax(logits))
+    ends = scaled.intervals["scaled_nll"][""]
+    for nll in (sure.nll, scaled.nll, scaled.scaled_nll, *ends, classification_metrics(logits, labels)["nll"]):
+        assert f"{nll:.3f}" == "0.000"
 
 
 def test_bins_give_the_ece_again_and_hold_every_image_once() -> None:

@@ -121,7 +121,7 @@ def confidence(
     of_label = probabilities[np.arange(len(labels)), labels]
     if log_probabilities is None:
         log_probabilities = np.log(np.maximum(probabilities, np.finfo(np.float64).tiny))
-    nll = -np.asarray(log_probabilities, dtype=np.float64)[np.arange(len(labels)), labels]
+    nll = 0.0 - np.asarray(log_probabilities, dtype=np.float64)[np.arange(len(labels)), labels]
     squares = np.square(probabilities).sum(axis=1) - 2 * of_label + 1
     ece = calibration_error(probabilities, labels, bins)
     null = null_calibration_errors(top, bins)

@@ -88,7 +88,7 @@ def temperature_scaling(logits: LogitArray, labels: Labels) -> TemperatureScalin
 def _intervals(scaled: Float64Array, labels: Labels, after: dict[str, float]) -> dict[str, dict[str, Interval]]:
     probabilities = softmax(scaled)
     top, correct = probabilities.max(axis=1), scaled.argmax(axis=1) == labels
-    nll = -log_softmax(scaled)[np.arange(len(labels)), labels]
+    nll = 0.0 - log_softmax(scaled)[np.arange(len(labels)), labels]
     return {"scaled_nll": mean_interval(nll), "scaled_ece": ece_interval(top, correct, after["ece"])}
 
 
