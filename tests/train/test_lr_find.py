@@ -85,7 +85,12 @@ def test_a_run_that_is_there_does_not_choose_the_images(
     shutil.copytree(images, others)
     write_json(tmp_path / "run" / "split.json", FolderSplit.of(*open_splits(str(images))))
     names: list[str] = []
-    monkeypatch.setattr(module, "_curve", lambda trainer, quiet: names.append(trainer.train_images.name) or CURVE)
+
+    def curve(trainer: Any, *, quiet: bool) -> list[tuple[float, float]]:
+        names.append(trainer.train_images.name)
+        return CURVE
+
+    monkeypatch.setattr(module, "_curve", curve)
     command = ("train", "digits-deit", "--data", others, "--out", tmp_path / "run", *TINY_SETTINGS, "--device", "cpu")
     code, _, said = vitx(*command, "--lr-find", "--json")
     assert (code, names) == (0, [str(others)]), said
