@@ -21,11 +21,12 @@ def analysis_between_epochs(run: Path, every: int, *, skip_bad: bool, quiet: boo
     """Return a function to be called after each epoch with its number and the averaged network.
 
     After every `every`-th epoch it writes what `vitx analyze` measures by default to RUN/analysis/epoch-NNNN.json, and
-    logs how long that took.
+    logs how long that took. An analysis that is there already is not made again.
     """
 
     def after_epoch(epoch: int, model: nn.Module) -> None:
-        if epoch % every:
+        path = run / "analysis" / f"epoch-{epoch:04d}.json"
+        if epoch % every or path.is_file():
             return
         start = time.perf_counter()
         info = RunFolder.open(run).info
@@ -42,7 +43,7 @@ def analysis_between_epochs(run: Path, every: int, *, skip_bad: bool, quiet: boo
         )
         images = open_analysis_images(info.data, IMAGES, skip_bad=skip_bad, check_size=info.preprocessing.check_size)
         found = analyze(source, images, chosen_metrics(None), AnalysisOptions(), quiet=True)
-        write_json(run / "analysis" / f"epoch-{epoch:04d}.json", found.as_json())
+        write_json(path, found.as_json())
         log(f"analysis of epoch {epoch}: {time.perf_counter() - start:.1f} s", quiet=quiet)
 
     return after_epoch

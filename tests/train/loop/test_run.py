@@ -14,6 +14,7 @@ from PIL import Image
 
 from cli_fixture import Vitx
 from training_jobs import TINY, TINY_SETTINGS, metrics_of, recipe_of
+from vitx.analyze.between_epochs import analysis_between_epochs
 from vitx.core.errors import InputError
 from vitx.core.files import read_record, write_json
 from vitx.core.run import RunFolder
@@ -117,6 +118,9 @@ def test_analyses_between_epochs_change_nothing(vitx: Vitx, finished: Path, tmp_
     assert {"over-smoothing", "fourier", "lesions"} <= set(report["metrics"])
     weights = [RunFolder.open(run).checkpoint("last")[1].sha256 for run in (finished, tmp_path / "run")]
     assert weights[0] == weights[1]
+    after_epoch = analysis_between_epochs(tmp_path / "run", 2, skip_bad=False, quiet=True)
+    after_epoch(2, torch.nn.Identity())  # at a resume: it is there already
+    assert json.loads((tmp_path / "run" / "analysis" / "epoch-0002.json").read_text()) == report
 
 
 def test_a_finished_run_says_so(vitx: Vitx, finished: Path) -> None:

@@ -4,6 +4,7 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.evaluation import Evaluation
 from vitx.train.loop.interruption import StopRequest, TrainingStopped
 from vitx.train.loop.optimization import OptimizerState
-from vitx.train.loop.result import TrainingResult, describe_epoch
+from vitx.train.loop.result import TrainingResult, describe_epoch, log_skipped
 from vitx.train.loop.step import EpochLog
 from vitx.train.loop.trainer import Trainer
 
@@ -116,7 +117,7 @@ def test_an_epoch_in_one_line() -> None:
 
 def test_images_that_are_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     sets = [SimpleNamespace(skipped=skipped) for skipped in ((), ("a.png",), ("b.png", "c.png", "d.png"))]
-    module._log_skipped(*sets)  # type: ignore[arg-type]
+    log_skipped(*sets)  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [
         "left out 1 image: a.png",
         "left out 3 images: b.png and 2 more",
@@ -346,7 +347,8 @@ def test_a_run_is_restored(monkeypatch: pytest.MonkeyPatch, loaded: bool, batche
 
 
 def test_epochs_are_trained_saved_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = bare("epochs=4", "selection.patience=2", quiet=False, history=[{**ROW, "top1": 0.1}])
+    run = SimpleNamespace(path=Path("RUN"))
+    trainer = bare("epochs=4", "selection.patience=2", quiet=False, run=run, history=[{**ROW, "top1": 0.1}])
     done: list[Any] = []
     best = {2: 0.75, 3: 0.5, 4: 0.5}
     trainer._epoch = lambda epoch, request: {**ROW, "epoch": epoch, "top1": best[epoch]}
@@ -360,7 +362,7 @@ def test_epochs_are_trained_saved_and_shown(capsys: pytest.CaptureFixture[str]) 
     trainer._metric_writers = lambda number, wandb: [writer()] if (number, wandb) == (1, "project") else []
     result = trainer.train("project", lambda epoch, network: done.append((epoch, network is trainer.ema.module)))
     assert done == [
-        ("written", 1),  # again, in case a kill came before it was
+        *(("written", 1), (1, True)),  # again, in case a kill came before it was
         *(("saved", 2), ("written", 2), (2, True)),
         *(("saved", 3), ("written", 3), (3, True)),
         *(("saved", 4), ("written", 4), (4, True)),
@@ -370,6 +372,11 @@ def test_epochs_are_trained_saved_and_shown(capsys: pytest.CaptureFixture[str]) 
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
         f"epoch {i}/4" for i in (2, 3, 4)
     ]
+    done.clear()
+    within = bare("epochs=2", history=[ROW], batches_done=2)
+    within._epoch, within._save, within._metric_writers = trainer._epoch, lambda: None, lambda *_: []
+    within.train(None, lambda epoch, network: done.append(epoch))
+    assert done == [2], "weights within an epoch are not those of its start"
     done.clear()
     silent = bare("epochs=1")
     silent._epoch, silent._save, silent._metric_writers = lambda epoch, request: ROW, lambda: None, lambda *_: []

@@ -20,7 +20,6 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
 from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, data_of_run
-from vitx.data.image_set import ImageSet
 from vitx.data.open import open_splits
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
@@ -64,7 +63,7 @@ from vitx.train.loop.optimization import (
     optimizer_state,
     restore_optimizer,
 )
-from vitx.train.loop.result import TrainingResult, describe_epoch
+from vitx.train.loop.result import TrainingResult, describe_epoch, log_skipped
 from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check_processes_agree, check_run_folder
 from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
 from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
@@ -104,7 +103,7 @@ def train(
     With `resume` a run that was stopped continues from its newest checkpoint; a finished run is returned as it is.
     Under torchrun the processes share every batch. `wandb` names a project of Weights & Biases for the metrics.
     `after_epoch` is called when an epoch is saved, in the process that writes the files, with the number of the epoch
-    and the averaged network.
+    and the averaged network; and again when a run resumes at the end of an epoch, whose call a kill may have ended.
 
     Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run,
     when the data or a checkpoint cannot be read, or when `execution.deterministic` is not possible; CheckFailed when a
@@ -162,7 +161,7 @@ class Trainer:
         data = data_of_run(run.path, recipe.data)
         check_size = recipe.preprocessing.check_size
         self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad, check_size=check_size)
-        _log_skipped(self.train_images, self.val_images)
+        log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
             self.train_images,
             recipe.preprocessing,
@@ -300,20 +299,25 @@ class Trainer:
                 request = stack.enter_context(stop_request())
                 if self.processes.writes:
                     self.step_log = stack.enter_context(self._new_step_log())
+                if done and not self.batches_done:  # a kill may have come between the checkpoint and the call
+                    self._tell_of_epoch(after_epoch)
                 while not self._finished():
                     self.history.append(self._epoch(len(self.history) + 1, request))
                     self._save()
                     for write in metric_writers:
                         write(self.history[-1])
                     log(describe_epoch(self.history[-1], self.recipe.epochs), quiet=self.quiet)
-                    if after_epoch is not None:
-                        with unsharded(self.ema.module):  # a collective call
-                            if self.processes.writes:
-                                after_epoch(len(self.history), self.ema.module)
+                    self._tell_of_epoch(after_epoch)
                     signal = self._stop_signal(request)
                     if signal and not self._finished():
                         raise TrainingStopped(signal)
         return TrainingResult(self.run, self.history, done, len(self.val_images))
+
+    def _tell_of_epoch(self, after_epoch: AfterEpoch | None) -> None:
+        if after_epoch is not None:
+            with unsharded(self.ema.module):  # a collective call
+                if self.processes.writes:
+                    after_epoch(len(self.history), self.ema.module)
 
     def _metric_writers(self, done: int, wandb: str | None) -> Iterator[Any]:
         if self.processes.writes:
@@ -490,10 +494,3 @@ class Trainer:
         if self.stepper.scaler.is_enabled():
             trainer["scaler"] = self.stepper.scaler.state_dict()
         return CheckpointTensors(gathered_state(self.model), gathered_state(self.ema.module), state.tensors), trainer
-
-
-def _log_skipped(*sets: ImageSet) -> None:
-    for images in sets:
-        if count := len(images.skipped):
-            more = f"s: {images.skipped[0]} and {count - 1} more" if count > 1 else f": {images.skipped[0]}"
-            log(f"left out {count} image{more}")
