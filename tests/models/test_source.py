@@ -280,6 +280,7 @@ def test_a_classifier_that_was_not_published_is_random_and_the_same_each_time(mo
 
 def test_a_published_size_that_is_not_square_is_refused() -> None:
     config = timm.get_pretrained_cfg("vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    assert config is not None
     with pytest.raises(InputError, match=r"^vit_tiny_patch16_224\.\w+ takes 3 × 32 × 64 values: expected RGB and a sq"):
         preprocessing_of(dataclasses.replace(config, input_size=(3, 32, 64)))
 
