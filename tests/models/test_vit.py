@@ -57,12 +57,13 @@ def test_heads_and_embeddings(embedding: str, pool: str) -> None:
     torch.testing.assert_close(outputs.late_BnD, tokens[:, tokens.shape[1] - 16 :])
 
 
-def test_tokens_are_those_of_their_places() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tokens_are_those_of_their_places(dynamic: bool) -> None:
     """Before positions are added, after the first of three blocks, and after the last norm."""
-    model: Any = randomize(VisionTransformer(**SMALL, patch_head=True).double()).eval()
+    model: Any = randomize(VisionTransformer(**SMALL, patch_head=True, dynamic_img_size=dynamic).double()).eval()
     images = torch.rand(2, 3, 16, 16, dtype=torch.float64)
     found = model.forward_with_tokens(images)
-    patches = model.patch_embed(images)
+    patches = model.patch_embed(images).reshape(2, 16, 24)
     first = torch.cat([model.cls_token.expand(2, -1, -1), patches], dim=1) + model.pos_embed
     x = model.blocks[0](first)
     torch.testing.assert_close(found.embedding_BnD, patches)

@@ -248,7 +248,7 @@ class VisionTransformer(TimmVisionTransformer):
         patch_head = classify_patches and self.patch_head is not None
         return TokenOutputs(
             logits_BC=self.forward_head(x_BND),
-            embedding_BnD=embedding_BnD,
+            embedding_BnD=embedding_BnD.flatten(1, -2),  # with dynamic_img_size they are (B, h, w, D)
             early_BnD=early_BND[:, self.num_prefix_tokens :],
             late_BnD=late_BnD,
             patch_logits_BnC=self.classify_patches(late_BnD) if patch_head else None,
