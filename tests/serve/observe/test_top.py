@@ -218,9 +218,8 @@ def test_metrics_with_a_token_of_their_own(certified_original: Bundle, tmp_path:
     files = ("--token-file", tmp_path / "token", "--metrics-token-file", tmp_path / "metrics")
     with running_server(certified_original.path, *files) as server:
         code, _, err = vitx("top", server.url, "--once", *files[:2])
-        asks = (
-            f"error: http://{server.url}/metrics asks for a token: give it with --metrics-token-file, or --token-file\n"
-        )
+        what = "takes another token: give it with --metrics-token-file, or --token-file"
+        asks = f"error: http://{server.url}/metrics {what}\n"
         assert (code, err) == (2, asks)
         code, out, err = vitx("top", server.url, "--json", "--interval", "0.1", *files)
         assert (code, err, json.loads(out)["models"][0]["name"]) == (0, "", "tiny")

@@ -102,7 +102,8 @@ class ServerClient:
             with error:
                 if error.code == 401:
                     option = "--metrics-token-file, or --token-file" if path == "/metrics" else "--token-file"
-                    raise InputError(f"{self.url}{path} asks for a token: give it with {option}") from None
+                    what = "takes another token" if token else "asks for a token"
+                    raise InputError(f"{self.url}{path} {what}: give it with {option}") from None
                 if error.code == 404 and path == "/metrics":  # and /v1/stats was there
                     raise EnvironmentMissing(f"the metrics of {self.url} are off: serve with --metrics token") from None
                 raise self._not_vitx(f"it answered {error.code} to {path}") from None
