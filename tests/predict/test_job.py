@@ -145,6 +145,7 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "digest": found["digest"],
         "skipped": {"by_suffix": {}, "first": []},
         "schema": None,
+        "unread": [],
     }
 
 

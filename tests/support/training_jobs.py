@@ -174,6 +174,7 @@ def stop_in_a_group(recipe: Recipe, out: Path) -> None:
     """`train_in_a_group`; the exit code is the number of the signal that stopped training in order."""
     from vitx.train.loop.interruption import TrainingStopped
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     try:
         train_in_a_group(recipe, out, False)
     except TrainingStopped as stopped:

@@ -20,6 +20,7 @@ import torch
 import training_jobs
 from cli_fixture import Vitx
 from epoch_row import epoch_row
+from server_process import HANG
 from training_jobs import metrics_of
 from vitx.core.errors import InputError
 from vitx.core.panels import png
@@ -241,7 +242,7 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path, image_folder: Path) -> N
     folder = study.out / "runs" / "1-plain-seed4"
     killed = training_jobs.context().Process(target=training_jobs.run_study, args=(study, variants))
     killed.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG
     while not (folder / "metrics.jsonl").is_file():
         assert killed.is_alive()
         assert time.monotonic() < deadline
