@@ -36,5 +36,5 @@ def test_the_misses_are_counted() -> None:
         sum(not run[column]["holds"] for run in RUNS.values()) for column in range(len(COLUMNS))
     )
     said = PAGE.partition("**Missed** of the ")[2].partition("Beside")[0]
-    numbers = [int(number) for number in re.findall(r"(?:^|\sin )(\d+)\b", said)]
+    numbers = [int(number) for number in re.findall(r"(?:^|\sin\s)(\d+)\b", said)]
     assert numbers == [len(RUNS), p99, sessions, rate, jpeg, no_log], said
