@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from vitx import __version__
 from vitx.core.console import Forgiving, Output, ending_signals, log
-from vitx.core.errors import FULL_DISK, EnvironmentMissing, VitxError, first_line, naming_extra
+from vitx.core.errors import FULL_DISK, TOO_MANY_FILES, EnvironmentMissing, VitxError, first_line, naming_extra
 
 
 class Verb(NamedTuple):
@@ -133,7 +133,7 @@ def _open_standard_streams() -> None:
 
 def _lacking(error: OSError) -> str | None:
     """What this machine has none of, and what to do, where the system refused for that; None for another reason."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
+    if error.errno in TOO_MANY_FILES:
         return f"{error.strerror}: raise the limit of open files (ulimit -n)"
     if error.errno == errno.ENOENT and error.filename is None:  # of no file that was given
         if "temporary directory" in str(error):  # of `tempfile`, perhaps while a library is imported

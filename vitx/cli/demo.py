@@ -18,9 +18,10 @@ def command(
     from vitx.core.console import print_fields, print_json
     from vitx.core.errors import missing_package
 
-    for package in (package for extra in ("train", "export", "serve") for package in EXTRAS[extra][0]):
-        if find_spec(package) is None:  # said now, not after minutes of training
-            raise missing_package(package, "all")
+    for extra in ("train", "export", "serve"):
+        for package in EXTRAS[extra][0]:
+            if find_spec(package) is None:  # said now, not after minutes of training
+                raise missing_package(package, "all")
     from vitx.bench.demo import RECIPE, run_demo
 
     result = run_demo(out)

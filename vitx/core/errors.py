@@ -8,6 +8,7 @@ from contextlib import contextmanager
 LISTED_NAMES = 100  # of more, such as timm's thousand networks, an unknown name is told the nearest alone
 
 
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)  # are open
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # or one that takes nothing
 # What a library raises for a value or a file that it cannot use is its own choice.
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -186,8 +186,8 @@ def _corruptions_line(found: CorruptionRobustness) -> str:
         "–" if share is None else share_text(share, found.images) for share in (found.clean, min(found.accuracy[name]))
     )
     mean = with_interval(found.mean_accuracy, found.interval("mean_accuracy"), ".1f", scale=100)
-    count = len(found.accuracy)  # copies may be of a few
-    return f"{clean} → {mean} % on average of {count} of 15 corruptions, {worst} under the worst severity of {name}"
+    of = f"{len(found.accuracy)} of {len(CORRUPTIONS)} corruptions"  # copies may be of a few
+    return f"{clean} → {mean} % on average of {of}, {worst} under the worst severity of {name}"
 
 
 CORRUPTIONS_METRIC = Metric(

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, BinaryIO, cast
 
-from vitx.core.errors import EnvironmentMissing, InputError, VitxError
+from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing, InputError, VitxError
 from vitx.core.preprocess import ImageError
 from vitx.core.urls import without_password
 from vitx.data.image_set import EXTENSIONS
@@ -231,7 +231,7 @@ def _opened_file(path: str) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the file: it must not become a row
+        if error.errno in TOO_MANY_FILES:  # no fault of the file: it must not become a row
             raise EnvironmentMissing(f"cannot open '{path}': {error.strerror}; raise the limit (ulimit -n)") from None
         raise
     mode = os.fstat(descriptor).st_mode

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitx.core.errors import EnvironmentMissing
+from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing
 
 
 def is_full(error: BaseException) -> bool:
@@ -38,7 +38,7 @@ def lost_disk_explained(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if is_full(error) or error.errno in (errno.EMFILE, errno.ENFILE):
+        if is_full(error) or error.errno in TOO_MANY_FILES:
             raise
         raise EnvironmentMissing(
             f"cannot write to '{out}' any more ({error}): when the folder is there again, and can be written, run the "

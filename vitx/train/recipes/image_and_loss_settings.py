@@ -103,7 +103,7 @@ class Losses(Record):
         return bool(self.cosine or self.contrastive or self.mixing)
 
 
-def refuse_double_mixing(mixup: Mixup, cutmix: CutMix, losses: Losses) -> None:
+def check_mixing(mixup: Mixup, cutmix: CutMix, losses: Losses) -> None:
     """Raise ValueError for settings of a recipe that contradict each other, and for an alpha too small to draw with."""
     for name, alpha in (("mixup", mixup.mixup), ("cutmix", mixup.cutmix)):
         if 0 < alpha < SMALLEST_ALPHA:

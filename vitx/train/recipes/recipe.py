@@ -13,7 +13,7 @@ from vitx.core.files import Record, read_record
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import NOT_OF_THE_NETWORK
 from vitx.data.image_set import NAMED_SETS
-from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Decay, Losses, Mixup, refuse_double_mixing
+from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Decay, Losses, Mixup, check_mixing
 from vitx.train.recipes.optimization_settings import (
     Distillation,
     Execution,
@@ -87,7 +87,7 @@ class Recipe(Record):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        refuse_double_mixing(self.mixup, self.cutmix, self.losses)
+        check_mixing(self.mixup, self.cutmix, self.losses)
         for place, kwargs in (("model", self.model.kwargs), ("optimizer", self.optimizer.kwargs)):
             try:
                 json.dumps(kwargs, allow_nan=False)
