@@ -17,12 +17,13 @@ help:
 	@echo "make update  install the newest allowed versions and write them to constraints.txt"
 	@echo "make clean   remove .venv, and what make demo and a build have left"
 
-# A stamp is written last, so an interrupted install is repeated; a changed pyproject installs again.
+# A stamp is written last, so an interrupted install is repeated; a changed pyproject installs again. What is imported
+# is compiled then: of 20,000 modules that pip would compile one after another, most never are.
 $(VENV)/.%.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "vitx needs Python >= 3.11: make PYTHON=/path/to/python3.11"; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 demo: $(VENV)/.all.stamp
