@@ -4,19 +4,24 @@ import json
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.cbook import is_math_text
 
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
+from vitx.core.files import link_atomically
 from vitx.core.panels import png
 from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
+from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import load_run_model
-from vitx.train.report import confusion_matrix, most_confused
+from vitx.train import report
+from vitx.train.report import _logits, confusion_matrix, most_confused
 from vitx.train.report_figures import draw_confusion, draw_curves, draw_layers
 
 
@@ -96,17 +101,38 @@ def test_the_page_lies_in_the_run_by_default(vitx: Vitx, finished: Path) -> None
     (finished / "report.html").unlink()
 
 
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_a_training_that_goes_on_changes_nothing_of_a_page_begun(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: Literal["best", "last"]
+) -> None:
+    run, history = tmp_path / "run", metrics_of(finished)
+    shutil.copytree(finished, run, symlinks=True)
+
+    def link_to(epoch: int) -> None:
+        for name in ("best", "last"):
+            link_atomically(run / "checkpoints" / name, f"epoch-{epoch:04d}")
+
+    def goes_on(opened: RunFolder, *args: object, **options: object) -> ImageSet:
+        link_to(2)
+        shutil.rmtree(run / "checkpoints" / "epoch-0001")
+        return open_images("digits", "val")
+
+    link_to(1)
+    monkeypatch.setattr(report, "_images", goes_on)
+    out = tmp_path / "page.html"
+    found = report.write_report(RunFolder(run), out, which=which, device=torch.device("cpu"), quiet=True)
+    assert (found["checkpoint"], found["epochs"]) == ("epoch-0001", "1 of 2")
+    assert history[0]["nll"] != pytest.approx(history[1]["nll"], rel=1e-4)
+    assert found["nll"] == pytest.approx(history[0]["nll"], rel=1e-5)
+
+
 def test_the_confusion_matrix_is_that_of_the_averaged_weights(finished: Path) -> None:
-    import torch
-
-    from vitx.train.report import _logits
-
     run, images = RunFolder.open(finished), open_images("digits", "val")
-    logits = _logits(run, "best", images, torch.device("cpu"), quiet=True)
-    matrix = confusion_matrix(images.labels, logits.argmax(axis=1), 10)
     model, state = load_run_model(run)
-    slow = np.zeros((10, 10), dtype=int)
     p = run.info.preprocessing
+    logits = _logits(model, p, images, torch.device("cpu"), quiet=True)
+    matrix = confusion_matrix(images.labels, logits.argmax(axis=1), 10)
+    slow = np.zeros((10, 10), dtype=int)
     for index, label in enumerate(images.labels):
         pixels = (p.from_bytes(images.read(index)) / 255 - np.array(p.mean)) / np.array(p.std)
         with torch.inference_mode():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from vitx.core.console import log, progress
 from vitx.core.errors import InputError
@@ -14,12 +15,13 @@ from vitx.core.files import check_file, write_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import png
+from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics, wilson_interval
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import image_tensor, load_run_model
-from vitx.train.loop.checkpoint import Metrics, best_row, read_metrics
+from vitx.train.loop.checkpoint import Metrics, best_row, folder_name, read_metrics
 from vitx.train.loop.environment import RunEnvironment
 from vitx.train.recipes.recipe import Recipe, flat_settings, read_recipe
 from vitx.train.recipes.registry import RECIPES, get_recipe
@@ -62,7 +64,7 @@ def write_report(
     """
     check_file(out, "report.html")
     recipe = read_recipe(run.path)
-    folder, state = run.checkpoint(which)
+    model, state = load_run_model(run, which)  # once: a training that goes on may switch the link at any time
     history = read_metrics(run.metrics_path, run.checkpoint("last")[1].epoch)
     try:
         images = _images(run, data, skip_bad=skip_bad)
@@ -72,10 +74,10 @@ def write_report(
         logits, without_matrix = None, f"No confusion matrix: {error}"
         log(without_matrix, quiet=quiet)
     else:
-        logits = _logits(run, which, images, device, quiet=quiet)
+        logits = _logits(model.to(device), run.info.preprocessing, images, device, quiet=quiet)
     summary: dict[str, Any] = {
         "page": str(out),
-        "checkpoint": folder.name,
+        "checkpoint": folder_name(state.epoch),
         "epochs": f"{len(history)} of {recipe.epochs}",
     }
     if logits is not None:
@@ -103,12 +105,10 @@ def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:
 
 
 def _logits(
-    run: RunFolder, which: Checkpoint, images: ImageSet, device: torch.device, *, quiet: bool
+    model: nn.Module, preprocessing: Preprocessing, images: ImageSet, device: torch.device, *, quiet: bool
 ) -> npt.NDArray[np.float32]:
-    """Logits (N, C) of the averaged weights on `images`."""
-    model, _ = load_run_model(run, which)
-    model.to(device)
-    preprocessing, batches, done = run.info.preprocessing, [], 0
+    """Logits (N, C) of a network on `device`, on `images`."""
+    batches, done = [], 0
     with torch.inference_mode(), progress("report", len(images), quiet=quiet) as bar:
         for pixels in images.batches(preprocessing, BATCH_SIZE):
             inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
