@@ -1,5 +1,6 @@
 """A run folder is opened only if it is one, and a checkpoint only whole."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,25 @@ def test_the_link_is_followed_once(run: RunFolder, monkeypatch: pytest.MonkeyPat
     folder, state = run.checkpoint("best")
     assert (folder.name, state.epoch) == ("epoch-0001", 1)
     assert run.checkpoint("best")[1].epoch == 2
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_folder_that_a_training_removes_is_not_missed(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It switches the link to the new checkpoint, then removes the old one, whose files are being read."""
+
+    def switch(path: Path) -> str:
+        if "epoch-0001" in path.parts:
+            link_atomically(run.path / "checkpoints" / "best", "epoch-0002")
+            shutil.rmtree(path.parent)
+            if moment == "before":
+                raise InputError(f"{path} is missing")
+        return sha256_file(path)
+
+    monkeypatch.setattr("vitx.core.run.sha256_file", switch)
+    folder, state = run.checkpoint("best")
+    assert (folder.name, state.epoch) == ("epoch-0002", 2)
 
 
 def test_a_checkpoint_that_is_not_there_or_not_whole_is_refused(run: RunFolder) -> None:

@@ -101,6 +101,15 @@ def test_a_runs_network_has_averaged_weights_where_there_are_any(tmp_path: Path,
         assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
 
 
+def test_weights_that_a_training_has_replaced_meanwhile_are_looked_for_again(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    save_file(build_model(SPEC).state_dict(), tmp_path / "new" / "model.safetensors")
+    folders, its_state = iter([tmp_path / "removed", tmp_path / "new"]), SimpleNamespace(sha256={})
+    run: Any = SimpleNamespace(checkpoint=lambda which: (next(folders), its_state), info=SimpleNamespace(model=SPEC))
+    load_run_model(run)
+    assert list(folders) == []
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_bytes_become_the_normalised_image(memory_format: torch.memory_format) -> None:
     images = torch.tensor([[[[0, 51, 255], [102, 153, 204]]]], dtype=torch.uint8)  # one row of two pixels

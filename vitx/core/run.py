@@ -117,16 +117,28 @@ class RunFolder:
 
         Raises InputError when there is none, or naming the file whose sha256 differs.
         """
-        folder = self.checkpoint_path(which)
-        if folder.is_symlink():  # followed once: a running training may switch the link between two reads
-            folder = folder.parent / folder.readlink()
+        while True:
+            folder = self._linked(which)
+            try:
+                return folder, self._verified(folder, which)
+            except (InputError, FileNotFoundError):
+                # A running training has switched the link and removed what it led to; or else it is an error.
+                if self._linked(which) == folder:
+                    raise
+
+    def _linked(self, which: Checkpoint) -> Path:
+        """The folder of a checkpoint now, its link followed once: a running training may switch it at any time."""
+        path = self.checkpoint_path(which)
+        return path.parent / path.readlink() if path.is_symlink() else path
+
+    def _verified(self, folder: Path, which: Checkpoint) -> CheckpointState:
         if not (folder / "state.json").is_file():
             raise InputError(f"run '{self.path}' has no '{which}' checkpoint yet")
         state = read_record(folder / "state.json", CheckpointState)
         if (weights := weights_file(which, state)) not in state.sha256:
             raise InputError(f"{folder / 'state.json'} lists no sha256 of '{weights}': copy the run again")
         verify_digests(folder, state.sha256)
-        return folder, state
+        return state
 
 
 def weights_file(which: Checkpoint, state: CheckpointState) -> str:

@@ -1,6 +1,7 @@
 """From a specification or a run folder to a network with its weights."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,12 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Module, CheckpointState]:
     """Return a run's network in evaluation mode, with the weights that `weights_file` names."""
-    folder, state = run.checkpoint(which)
     model = build_model(run.info.model)
-    load_weights(model, folder / weights_file(which, state))
-    return model.eval(), state
+    while True:
+        folder, state = run.checkpoint(which)
+        with suppress(FileNotFoundError):  # it was there a moment ago: a running training has replaced it since
+            load_weights(model, folder / weights_file(which, state))
+            return model.eval(), state
 
 
 class Normalization:
