@@ -97,8 +97,19 @@ def test_the_page_lies_in_the_run_by_default(vitx: Vitx, finished: Path) -> None
     code, printed, _ = vitx("report", finished, "--checkpoint", "last", "--device", "cpu", "--quiet")
     assert code == 0
     assert "epoch-0002" in printed
-    assert "epoch-0002" in (finished / "report.html").read_text()
+    assert "epoch-0002, averaged weights" in (finished / "report.html").read_text()
     (finished / "report.html").unlink()
+
+
+def test_the_page_of_the_trained_weights_says_so(vitx: Vitx, finished: Path, tmp_path: Path) -> None:
+    """Their top-1 is another than that of the curves."""
+    page = tmp_path / "page.html"
+    chosen = ("--checkpoint", "last-raw", "--out", page, "--device", "cpu", "--quiet", "--json")
+    code, printed, _ = vitx("report", finished, *chosen)
+    found = json.loads(printed)
+    assert (code, found["checkpoint"], found["weights"]) == (0, "epoch-0002", "trained")
+    assert found["nll"] == pytest.approx(metrics_of(finished)[1]["raw"]["nll"], rel=1e-5)
+    assert "epoch-0002, trained weights" in page.read_text()
 
 
 @pytest.mark.parametrize("which", ["best", "last"])

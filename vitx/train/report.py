@@ -78,6 +78,7 @@ def write_report(
     summary: dict[str, Any] = {
         "page": str(out),
         "checkpoint": folder_name(state.epoch),
+        "weights": "trained" if which.endswith("-raw") else "averaged",
         "epochs": f"{len(history)} of {recipe.epochs}",
     }
     if logits is not None:
@@ -130,7 +131,7 @@ def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict
             ("best epoch", f"{best['epoch']} by {recipe.selection.metric}, top-1 {best['top1']:.2%}"),
             ("last epoch", f"top-1 {history[-1]['top1']:.2%}"),
             ("seconds", round(sum(row["seconds"] for row in history), 1)),
-            ("checkpoint shown", summary["checkpoint"]),
+            ("checkpoint shown", f"{summary['checkpoint']}, {summary['weights']} weights"),
             *top1.items(),
             *((name.upper() if name != "brier" else "Brier", value) for name, value in shown.items()),
         ]
