@@ -64,6 +64,8 @@ def command(
     again += [] if device == "auto" else ["--device", device]
     again += [] if wandb is None else ["--wandb", wandb]
     again += ["--analysis-every", str(analysis_every)] if analysis_every else []
+    # A new run keeps its settings; those that were changed since are not in its recipe.json.
+    again += [word for setting in options.settings for word in ("--set", setting)] if options.resume else []
     _train(resolved, folder, again, resume=options.resume, as_json=as_json, quiet=quiet, **choices)
 
 

@@ -1,5 +1,6 @@
 """What may change when a run goes on, and which folders it may go on in."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cli_fixture import Vitx
 from training_jobs import recipe_of
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
@@ -14,6 +16,7 @@ from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.environment import RunEnvironment
+from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.loop.resuming import changed_settings, check_processes_agree, check_run_folder
 
 
@@ -60,6 +63,24 @@ def test_only_settings_of_how_it_is_computed_may_differ(tmp_path: Path, monkeypa
     assert "optimizer.lr" in text
     assert "0.125" in text
     assert text.endswith("; leave it as it is, or pass another --out")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_command_to_resume_has_what_was_changed(
+    vitx: Vitx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    """A run under FSDP that one process has gone on with would be refused without the change."""
+
+    def stopped(*_: object, **__: object) -> None:
+        raise TrainingStopped(signal.SIGTERM)
+
+    monkeypatch.setattr("vitx.train.train", stopped)
+    write_json(tmp_path / "recipe.json", recipe_of("execution.parallel=fsdp"))
+    changes = ("--set", "execution.parallel=ddp", "--set", "optimizer.accumulate=2")
+    command = ("train", "digits-deepvit", "--out", tmp_path, *["--resume"] * resume, *changes)
+    code, _, said = vitx(*command)
+    told = f"vitx train digits-deepvit --out {tmp_path} --resume{' ' * resume}{' '.join(changes * resume)}"
+    assert (code, said) == (0, f"stopped by SIGTERM, all is saved: resume with `{told}`\n")
 
 
 def test_changed_settings_are_told_in_their_order() -> None:
