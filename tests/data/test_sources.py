@@ -310,6 +310,7 @@ def sparse_label(root: Path) -> None:
             lambda root: shard_of(root, ("a.png", b""), ("a.cls", b"9" * 30)),
             "says class 9{30}: expected 0 to 1,048,575",
         ),
+        (lambda root: shard_of(root, ("a.json", b'{"label": 1.5}')), r"a\.json holds no class number: expected digits"),
         (lambda root: shard_of(root, ("a.json", b'{"label": Infinity}')), r"a\.json holds no class number: expected"),
         (lambda root: shard_of(root, ("a.json", b"[" * 200_000)), r"a\.json holds no class number: expected"),
         (

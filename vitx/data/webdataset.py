@@ -136,7 +136,10 @@ def _samples(path: Path, shard: int) -> list[_Sample]:
 
 def _label(content: bytes, kind: str, where: str) -> int:
     try:
-        number = int(content) if kind == "cls" else int(json.loads(content)["label"])
+        given = content if kind == "cls" else json.loads(content)["label"]
+        number = int(given)
+        if isinstance(given, float) and number != given:
+            raise ValueError(given)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(f'{where} holds no class number: expected digits in .cls, or "label" in .json') from None
     if not 0 <= number < _MOST_CLASSES:
