@@ -40,9 +40,13 @@ def test_images_beside_the_class_folders_are_told(tmp_path: Path, splits: tuple[
         root = photos(tmp_path / split, {"cat": 3, "dog": 3})
         for name in ("lone.png", ".hidden.png", "notes.txt"):
             (root / name).write_bytes(b"")
+        photos(root, {".cat/copies": 1, ".dog": 1})
     opened = [open_images(str(tmp_path), "train"), open_images(str(tmp_path), "val")]
     left_out = [name for images in opened for name in images.skipped]
-    assert left_out == [f"{tmp_path / split / 'lone.png'}: in no class's folder" for split in splits or (".",)]
+    expected = (("lone.png", "in no class's folder"), (".dog/0.png", "in a hidden folder"))
+    roots = [tmp_path / split for split in splits or (".",)]
+    assert left_out == [f"{root / name}: {reason}" for root in roots for name, reason in expected]
+    assert opened[0].class_names == ("cat", "dog")
 
 
 def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -111,8 +112,16 @@ def open_folder(
 
 
 def beside_classes(folder: Path) -> list[str]:
-    """The images that lie in `folder` itself, of which no class is known, as `ImageSet.skipped` has them."""
-    return [f"{path}: in no class's folder" for path in list_images(folder, below=False)]
+    """The images that lie in `folder` itself, or in a hidden folder of it, of which no class is known.
+
+    They are as `ImageSet.skipped` has them. Of a hidden folder its own images count alone: it may be a file system's,
+    with all that was ever in this one.
+    """
+    found = [f"{path}: in no class's folder" for path in list_images(folder, below=False)]
+    for hidden in sorted(path for path in folder.glob(".*") if path.is_dir()):
+        with suppress(InputError):  # such as a desktop's waste, which root alone may list
+            found += [f"{path}: in a hidden folder" for path in list_images(hidden, below=False)]
+    return found
 
 
 def readable_images(
