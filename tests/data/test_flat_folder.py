@@ -49,6 +49,16 @@ def test_images_beside_the_class_folders_are_told(tmp_path: Path, splits: tuple[
     assert opened[0].class_names == ("cat", "dog")
 
 
+@pytest.mark.parametrize("splits", [("train", "val"), ()])
+def test_a_class_whose_folder_cannot_be_reached_is_not_left_out(tmp_path: Path, splits: tuple[str, ...]) -> None:
+    """The volume that a link leads to may not be mounted."""
+    for split in splits or (".",):
+        root = photos(tmp_path / split, {"cat": 3, "dog": 3})
+        (root / "emu").symlink_to("/gone/emu")
+    with pytest.raises(InputError, match=r"/emu is a link that leads nowhere: restore '/gone/emu', or remove the link"):
+        open_images(str(tmp_path), "train")
+
+
 def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
     root = photos(tmp_path / "photos", {"cat": 10, "dog": 10})
     (root / "cat" / "3.png").write_bytes(b"no image")

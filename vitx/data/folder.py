@@ -60,8 +60,15 @@ def split_folder(root: Path, split: Split) -> Path:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted; hidden ones, and a volume's lost+found, are left out."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_shown(path.name))
+    """The names of the folders in `folder`, sorted; hidden ones, and a volume's lost+found, are left out.
+
+    Raises InputError for a link that leads nowhere and may have been to the folder of a class.
+    """
+    shown = [path for path in folder.iterdir() if _is_shown(path.name)]
+    for path in shown:
+        if path.is_symlink() and not path.exists() and path.suffix.lower() not in EXTENSIONS:
+            raise InputError(f"{path} is a link that leads nowhere: restore '{path.readlink()}', or remove the link")
+    return sorted(path.name for path in shown if path.is_dir())
 
 
 def _is_shown(name: str) -> bool:
