@@ -73,6 +73,13 @@ def test_sixteen_bit_grey_keeps_its_high_byte() -> None:
     assert np.asarray(decode(encoded(grey, "PNG")))[:, :, 0].tolist() == [[0, 17], [200, 255]]
 
 
+def test_floats_are_refused_as_nothing_says_which_is_white() -> None:
+    """Of values from 0 to 1 all became black, NaN too."""
+    grey = Image.fromarray(np.array([[0, 0.5], [1, np.nan]], np.float32))
+    with pytest.raises(ImageError, match=r"^the pixels are floats, of which none is known to be white: save it with 8"):
+        decode(encoded(grey, "TIFF"))
+
+
 def test_exif_rotation_is_applied() -> None:
     image = Image.fromarray(np.zeros((10, 20, 3), np.uint8))
     exif = Image.Exif()

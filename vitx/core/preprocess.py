@@ -231,6 +231,8 @@ def decode(
                 raise TooManyPixels(width, height, max_pixels)
             if check_size is not None:
                 check_size(*image.size)
+            if image.mode == "F":  # convert("RGB") takes 255 for white, and most programs 1: all would be black
+                raise ImageError("the pixels are floats, of which none is known to be white: save it with 8 or 16 bits")
             if shorter_side is not None:
                 _decode_smaller(image, shorter_side)
             for name in ("xmp", "XML:com.adobe.xmp"):  # looked through for the orientation, while no other thread runs
