@@ -143,3 +143,12 @@ def test_weights_of_another_network_are_refused(teacher_run: Path, image_folder:
     )
     with pytest.raises(InputError, match="another architecture"):
         trainer_of(recipe.on_data(str(image_folder)), tmp_path / "run")
+
+
+def test_weights_of_other_heads_are_refused_as_no_shape_tells_them(image_folder: Path, tmp_path: Path) -> None:
+    plain = (*TINY, "model.kwargs.attention=plain", "workers=0", "epochs=1")
+    train_one(recipe_of(*plain).on_data(str(image_folder)), tmp_path / "start", {})
+    begun = (*plain, f"model.initial_checkpoint={tmp_path / 'start'}", "model.kwargs.num_heads=4")
+    message = r"start' was trained with attention of 2 heads, and this network has 4: .* model\.kwargs\.num_heads=2$"
+    with pytest.raises(InputError, match=message):
+        trainer_of(recipe_of(*begun).on_data(str(image_folder)), tmp_path / "run")

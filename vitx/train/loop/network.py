@@ -76,10 +76,26 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quie
         return
     path = Path(source)
     if path.is_dir():
-        folder, state = RunFolder.open(path).checkpoint("best")
+        run = RunFolder.open(path)
+        _require_same_heads(model, run)
+        folder, state = run.checkpoint("best")
         path = folder / weights_file("best", state)
     for line in load_public_checkpoint(model, path).lines():
         log(f"initial weights: {line}", quiet=quiet)
+
+
+def _require_same_heads(model: nn.Module, run: RunFolder) -> None:
+    """Raise InputError for other numbers of heads than the run's: the weights have one shape for any number."""
+    own, of_run = (
+        {name: each.num_heads for name, each in network.named_modules() if hasattr(each, "num_heads")}
+        for network in (model, build_model(run.info.model))
+    )
+    for name, heads in own.items():
+        if (needed := of_run.get(name, heads)) != heads:
+            raise InputError(
+                f"'{run.path}' was trained with attention of {needed} heads, and this network has {heads}: give it the "
+                f"run's, as model.kwargs.num_heads={needed}"
+            )
 
 
 def apply_execution(
