@@ -97,6 +97,9 @@ def test_a_resumed_run_keeps_what_it_began_from(tmp_path: Path, image_folder: Pa
     assert resolve_recipe("photos", start=str(run.path), **resumed) == started  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"the run began from '.*run': leave it out"):
         resolve_recipe("photos", start="model:timm/deit3_small_patch16_224", **resumed)  # type: ignore[arg-type]
+    write_json(tmp_path / "second" / "recipe.json", resolve_recipe("photos", data=str(image_folder)))
+    with pytest.raises(InputError, match="the run began from random weights: leave it out, or pass another --out"):
+        resolve_recipe("photos", start=str(run.path), **resumed)  # type: ignore[arg-type]
 
 
 def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(tmp_path: Path) -> None:

@@ -102,9 +102,8 @@ def _fitted(recipe: Recipe, start: str | None, device: str, *, goes_on: bool) ->
                 begun.model.initial_checkpoint != recipe.model.initial_checkpoint
                 or begun.model.name != recipe.model.name
             ):
-                raise InputError(
-                    f"--from {start}: the run began from '{recipe.model.initial_checkpoint}': leave it out"
-                )
+                began = f"'{recipe.model.initial_checkpoint}'" if recipe.model.initial_checkpoint else "random weights"
+                raise InputError(f"--from {start}: the run began from {began}: leave it out, or pass another --out")
             return recipe
         recipe = begun
     if recipe.name == photos.__name__:
