@@ -1,5 +1,6 @@
 """Every kind of input gives the rows of its images; all else in it is left out or becomes a row with an error."""
 
+import errno
 import importlib
 import io
 import os
@@ -254,6 +255,23 @@ def test_folder_that_cannot_be_listed_is_a_row(folder: Path, tmp_path: Path, mon
     assert {item.key: str(item.source) for item in items if not isinstance(item.source, bytes)} == {
         "locked/": "cannot list the folder: Permission denied"
     }
+
+
+def test_too_many_open_files_are_no_fault_of_a_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images would be missing from an output that is finished."""
+    (folder / "below").mkdir()
+    real = os.scandir
+
+    def full(path: Any) -> Any:
+        if str(path).rstrip("/").endswith("below"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        listed(str(folder), tmp_path / "list", 100)
 
 
 def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path) -> None:

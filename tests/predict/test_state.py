@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import COPY, Ledger, Shard, names_of
@@ -215,10 +215,15 @@ def test_overwriting_removes_the_summary_before_the_rest(
     (tmp_path / SUMMARY).touch()
     (tmp_path / STATE / "shard-1").mkdir(parents=True)
     removed: list[str] = []
-    monkeypatch.setattr("vitx.predict.state.shutil.rmtree", lambda path, **_: removed.append(path.name))
-    with pytest.raises(InputError, match="cannot write to the folder"):
+
+    def fail(path: Path) -> None:
+        removed.append(path.name)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("vitx.predict.state.shutil.rmtree", fail)
+    with pytest.raises(InputError, match=r"cannot write to the folder '.*': Permission denied$"):
         overwrite(tmp_path, images)
-    assert removed == [SUMMARY, "shard-1"]
+    assert removed == ["shard-1"]
     assert not (tmp_path / SUMMARY).exists()
 
 
@@ -233,9 +238,11 @@ def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path, images: 
     assert not (out / STATE / "images-1").exists()
 
 
-def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int], list[str]]:
+def job(
+    out: Path, images: Path, share: Share, *, overwrite: bool = False, **changes: Any
+) -> tuple[list[int], list[str]]:
     """One job of several: the numbers of its shards, and its names."""
-    with opened(out, shard=share) as ledger:
+    with opened(out, shard=None if share == WHOLE else share, overwrite=overwrite) as ledger:
         opened_run(ledger, out, settings_of(images, **changes), share=share)
         return [claim.id for claim in ledger.unfinished()], names(ledger)
 
@@ -398,6 +405,29 @@ def test_a_ledger_that_may_not_be_written_is_not_called_damaged(tmp_path: Path, 
     assert str(raised.value) == (
         f"cannot write to '{path}' ({reason}): make that file and its folder writable for you, or choose another folder"
     )
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("free", range(1, 5))
+def test_too_many_open_files_are_no_folder_that_cannot_be_written(
+    tmp_path: Path, images: Path, free: int, overwrite: bool
+) -> None:
+    """A finished run shall not be moved elsewhere for them; so many more can be opened."""
+    resource = pytest.importorskip("resource")
+    if overwrite:
+        job(tmp_path / "out", images, WHOLE)
+    taken = [os.dup(0) for _ in range(100)]  # also the numbers below, that are free
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard))
+    try:
+        for _ in range(free):
+            os.close(taken.pop())
+        with pytest.raises((EnvironmentMissing, OSError), match="open files"):
+            job(tmp_path / "out", images, WHOLE, overwrite=overwrite)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in taken:
+            os.close(number)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of Unix")

@@ -1,6 +1,7 @@
 """What a run keeps besides its output: the lock and the ledger."""
 
 import json
+import os
 import shutil
 import sqlite3
 import uuid
@@ -10,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitx.core.errors import InputError
+from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing, InputError
 from vitx.core.files import make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.inputs.stores import shown
@@ -36,7 +37,8 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
 
     With --overwrite what is there stays until `open_run` has created the new run. If the block raises before the input
     is listed, the folders that were made here are removed again. Raises InputError when `out` cannot be written,
-    another process works on it, it holds predictions of another run, or is damaged.
+    another process works on it, it holds predictions of another run, or is damaged; EnvironmentMissing when too many
+    files are open for SQLite.
     """
     share = options.share
     if options.overwrite and share != WHOLE:
@@ -52,7 +54,7 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                 with ExitStack() as jobs:
                     _hold_jobs(out, jobs)
         except OSError as error:
-            raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
+            raise _not_writable(out, error) from None
         try:
             if not options.overwrite:
                 _refuse_others(out, share)
@@ -65,6 +67,9 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                     with suppress(sqlite3.Error):
                         listed = bool(ledger.description())
         except BaseException as error:
+            usable = os.access(state, os.W_OK) and all(
+                path.is_file() and os.access(path, os.W_OK) for path in state.glob(f"{LEDGER}*")
+            )
             if state in made_here and not listed:
                 for path in (*state.glob(f"{LEDGER}*"), state / LOCK):  # the lock last: others may take a new one then
                     path.unlink(missing_ok=True)
@@ -73,7 +78,12 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                         folder.rmdir()
             if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
                 raise
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ACCESS:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_CANTOPEN and usable:  # SQLite does not tell what the system said
+                raise EnvironmentMissing(
+                    f"cannot open '{state / LEDGER}' ({error}): raise the limit of open files (ulimit -n)"
+                ) from None
+            if code in _NO_ACCESS:
                 again = "make that file and its folder writable for you, or choose another folder"
                 raise InputError(f"cannot write to '{state / LEDGER}' ({error}): {again}") from None
             again = "choose another folder, or pass --overwrite"
@@ -119,11 +129,17 @@ def _replace_old(out: Path, ledger: Ledger) -> None:
         try:
             # The summaries first: a crash in between must not leave them beside predictions of another run.
             for path in (out / SUMMARY, *out.glob("summary-*-of-*.json"), *state, out / PREDICTIONS):
-                shutil.rmtree(path, ignore_errors=True)
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             ledger.move(out / STATE / LEDGER)
         except OSError as error:
-            raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
+            raise _not_writable(out, error) from None
+
+
+def _not_writable(out: Path, error: OSError) -> InputError:
+    """Raises the error itself where it is no fault of the folder."""
+    if is_full(error) or error.errno in TOO_MANY_FILES:
+        raise error
+    return InputError(f"cannot write to the folder '{out}': {error.strerror}")
 
 
 class Run(NamedTuple):

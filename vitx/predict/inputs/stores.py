@@ -266,6 +266,8 @@ def _entries(system: Any, top: str, enters: Callable[[str], bool] = lambda folde
                 elif enters(f"{prefix}{name}/"):
                     todo.append((f"{prefix}{name}/", within))
         except (ImageError, OSError) as error:
+            if getattr(error, "errno", None) in TOO_MANY_FILES:  # no fault of the folder: it must not become a row
+                raise
             if not prefix:
                 reason = getattr(error, "strerror", None) or error
                 raise InputError(f"cannot list the folder '{_location(system, top) or '/'}': {reason}") from None
