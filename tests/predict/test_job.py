@@ -141,7 +141,6 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "draft": False,
         "measured": {},
         "source": "folder",
-        "base": str(images),
         "digest": found["digest"],
         "skipped": {"by_suffix": {}, "first": []},
         "schema": None,

@@ -108,7 +108,7 @@ def test_a_measurement_that_fails_leaves_no_run(ledger: Ledger, out: Path, image
 def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
     run = opened_run(ledger, out, settings_of(images))
     beside: dict[str, Any] = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}, "schema": None}
-    beside |= {"base": str(images), "digest": run.digest, "id": run.id, "measured": {}, "unread": []}
+    beside |= {"digest": run.digest, "id": run.id, "measured": {}, "unread": []}
     assert ledger.description() == settings_of(images) | beside
 
 

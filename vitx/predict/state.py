@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing, InputError
 from vitx.core.files import make_folder, write_bytes_once
-from vitx.predict.inputs.inventory import Inventory
-from vitx.predict.inputs.stores import shown
+from vitx.predict.inputs.inventory import Inventory, base_of
+from vitx.predict.inputs.stores import shown, without_user
 from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import COPY, Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
@@ -162,9 +162,11 @@ def open_run(
 ) -> Run:
     """Create the run, with --overwrite in the place of the old one, or go on with it.
 
-    settings: all that the rows depend on. take: lists the input. measure: called then; what it returns is kept. Raises
-    InputError when the run or the other jobs of a --shard have other settings, or found another input.
+    settings: all that the rows depend on; no password of its input is kept. take: lists the input. measure: called
+    then; what it returns is kept. Raises InputError when the run or the other jobs of a --shard have other settings, or
+    found another input.
     """
+    source, settings = settings["input"], settings | {"input": without_user(settings["input"])}
     if created := not ledger.description():
         common = settings | {"shards": share.jobs}
         if share != WHOLE:  # before the listing, which may take an hour
@@ -173,7 +175,7 @@ def open_run(
         measured = measure(taken)
         if share != WHOLE:
             _agree(out, common | {"listing": taken.digest})
-        found = {name: getattr(taken, name) for name in ("base", "digest", "source", "unread")}
+        found = {name: getattr(taken, name) for name in ("digest", "source", "unread")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         described = settings | found | {"measured": measured}
         ledger.create(described, taken.shards, share)
@@ -184,7 +186,7 @@ def open_run(
     _refuse_changes(out, run, settings)
     if share == WHOLE:  # else other parts are of other jobs
         _refuse_strangers(out, ledger)
-    return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)
+    return Run(run["id"], base_of(source, run["source"]), run["digest"], schema_from_text(run["schema"]), created)
 
 
 def _refuse_strangers(out: Path, ledger: Ledger) -> None:

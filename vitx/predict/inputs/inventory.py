@@ -84,7 +84,8 @@ def take_inventory(
     # A Parquet file that could not be read when the run was created is one shard of it, also when it is whole later.
     before = frozenset(ledger.description().get("unread", ()))
     files = dict.fromkeys(replace(one, start=0, count=None) if one.location in before else one for one in found.shards)
-    digest = hashlib.sha256(f"{listed} {found.base} {list(files)}".encode("utf-8", "backslashreplace"))
+    base = "" if found.source == "pattern" else stores.without_user(found.base)
+    digest = hashlib.sha256(f"{listed} {base} {list(files)}".encode("utf-8", "backslashreplace"))
     unread = tuple(one.location for one in found.shards if one.kind == "parquet" and one.count is None)
     share = share or WHOLE
     shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
@@ -114,9 +115,10 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
 
     named: Source = "folder"
     if folder:
-        base, images = source, stores.walk_images(source, beside, versions=again)
+        base, images = base_of(source, named), stores.walk_images(source, beside, versions=again)
     else:
-        named, base, names = named_images(source, beside)
+        named, names = named_images(source, beside)
+        base = base_of(source, named)
         images = _with_versions(base, names) if again else ((name, None) for name in names)
     count = ledger.find(images, in_order=named == "list", once=again)  # then all names beside them have been seen
     if count and folder:
@@ -143,25 +145,32 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     return Inventory(base, tuple(units), source=named, skipped=skipped, schema=schema)
 
 
-def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
-    """What names the images of an input that is no folder, their base, and themselves; `beside` is told other names."""
+def base_of(source: str, named: Source) -> str:
+    """What the names of an input are relative to; of a pattern by URL it is told who asks for them."""
+    if named == "folder":
+        return source
+    above = source.rpartition("/")[0]
+    base = above or ("/" if source.startswith("/") else "")
+    # memory://images.tar has no folder.
+    return stores.host_of(source) if named == "pattern" else "" if base.endswith(":/") else base
+
+
+def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, Iterator[str]]:
+    """What names the images of an input that is no folder, and themselves; `beside` is told other names."""
     if not stores.exists(source):
         if not glob.has_magic(source):
             where = stores.shown(source)
             raise InputError(f"there is nothing at '{where}': expected a folder of images, a file, a pattern or a URL")
-        return "pattern", "", _images_of(stores.expand(source), beside)
-    above, _, name = source.rpartition("/")
-    base = above or ("/" if source.startswith("/") else "")
-    if base.endswith(":/"):  # memory://images.tar has no folder
-        base, name = "", source
+        return "pattern", _images_of(stores.expand(source), beside)
+    name = source.rpartition("/")[2] if base_of(source, "image") else source
     if name.lower().endswith(LIST_NAMES):
-        return "list", base, _lines(source)
+        return "list", _lines(source)
     if not (stores.is_image_name(name) or name.lower().endswith(CONTAINER_NAMES)):
         raise InputError(
             f"'{stores.shown(source)}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, "
             f".parquet, or a list of paths in {', '.join(LIST_NAMES)}"
         )
-    return "image", base, _images_of([name], beside)
+    return "image", _images_of([name], beside)
 
 
 def _images_of(names: Iterable[str], beside: Callable[[str], None]) -> Iterator[str]:

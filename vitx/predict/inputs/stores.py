@@ -33,6 +33,8 @@ _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modif
 # As `glob.escape` writes a character of a pattern that means itself.
 _ESCAPED = re.compile(r"\[([*?[])\]")
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
+# Over HTTP: the scheme, who asks, and the host. Of other URLs the user may be a part of the place.
+_USER, _PASSWORD = re.compile(r"(https?://)([^/\s]*@)([^/]*)"), re.compile(r"(://[^/\s:@]*):[^/\s]*@")
 
 
 class Gone(ImageError):
@@ -44,11 +46,27 @@ def is_url(location: str) -> bool:
 
 
 def join(base: str, name: str) -> str:
-    """Return the location of `name`: unchanged if it is absolute or a URL, else below `base`."""
+    """Return the location of `name`: below `base`, unless it is absolute or a URL.
+
+    The user and the password of its host are in `base` alone: names are written down.
+    """
     # os.path.isabs would take longer than reading the list, so only Windows calls it.
     if not base or is_url(name) or name.startswith("/") or (os.name == "nt" and os.path.isabs(name)):
-        return name
+        found = _USER.match(base) if "@" in base else None
+        same = found is not None and f"{name}/".startswith(f"{found[1]}{found[3]}/")
+        return f"{found[0]}{name.removeprefix(found[1] + found[3])}" if found and same else name
     return f"{base.rstrip('/')}/{name}"
+
+
+def host_of(url: str) -> str:
+    """With its user and password, for `join`; empty if the URL has none."""
+    found = _USER.match(url)
+    return found[0] if found else ""
+
+
+def without_user(url: str) -> str:
+    """A URL without the password in it; over HTTP without the user too, whose name may be a token."""
+    return _PASSWORD.sub(r"\1@", _USER.sub(r"\1\3", url))
 
 
 def absolute(location: str) -> str:
@@ -192,7 +210,7 @@ def _opened(location: str) -> tuple[Any, str]:
 
 
 def _location(system: Any, path: str) -> str:
-    return path if system is None else str(system.unstrip_protocol(path))
+    return path if system is None else without_user(str(system.unstrip_protocol(path)))
 
 
 def is_folder(location: str) -> bool:
