@@ -19,7 +19,7 @@ import pytest
 
 from bundle_fixture import LABELS, PREPROCESSING, colour_image, png, tar_of
 from cli_fixture import Vitx
-from ray_fixtures import processes
+from ray_fixtures import gate_of, processes
 from server_process import HANG, wait_until
 from support.process_tree import family
 from vitx.cli.options import _with_ray_address
@@ -39,19 +39,26 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 BAD = 7  # every so many images is unreadable
 IMAGES, SHARD = 840, 10
 BEGUN = 3  # shards
-UNSEEN = 2 * (1 + BATCHES_AHEAD)  # shards that an actor has at most: two a call, and a shard is no less than a batch
+CALLS = 2 * (1 + BATCHES_AHEAD)  # shards that an actor has at most: two a call, and a shard is no less than a batch
+GATED = 420  # images: more than two actors have at most
 IMAGE = png(colour_image(0, np.random.default_rng(1)))
 ACTOR = b"ray::MapWorker(Map(PredictionActor))"
+
+
+def write_images(folder: Path, names: list[str]) -> None:
+    """In a new folder; every BAD one is unreadable."""
+    folder.mkdir()
+    rng = np.random.default_rng(3)
+    for index, name in enumerate(names):
+        (folder / name).write_bytes(b"" if index % BAD == 0 else png(colour_image(index % 4, rng)))
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A list of 840 paths to 28 files, four of them unreadable."""
-    folder = tmp_path_factory.mktemp("paths")
-    rng = np.random.default_rng(3)
+    folder = tmp_path_factory.mktemp("paths") / "images"
     names = [f"ö {index:02d}.png" for index in range(4 * BAD)]
-    for index, name in enumerate(names):
-        (folder / name).write_bytes(b"" if index % BAD == 0 else png(colour_image(index % 4, rng)))
+    write_images(folder, names)
     listed = folder / "all.txt"
     listed.write_text("".join(f"{names[index % len(names)]}\n" for index in range(IMAGES)))
     return listed
@@ -117,41 +124,50 @@ def running(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
                 os.killpg(driver.pid, signal.SIGKILL)
 
 
-def test_rows_are_those_without_ray(
-    certified_original: Bundle, paths: Path, local: Path, ray_cluster: str, tmp_path: Path
-) -> None:
-    """Although the run was begun without Ray and an actor is killed, the files are the same to the byte."""
-    out = tmp_path / "out"
-    shutil.copytree(local, out)
-    for path in sorted((out / PREDICTIONS).iterdir())[BEGUN:]:
-        path.unlink()
+def test_rows_are_those_without_ray(certified_original: Bundle, ray_cluster: str, tmp_path: Path) -> None:
+    """Although the run was begun without Ray and an actor is killed, the files are the same to the byte.
+
+    Whatever an actor reads it is given here, so that each of them has some of the work however slow the others are.
+    """
+    out, local, listed = tmp_path / "out", tmp_path / "local", tmp_path / "all.txt"
+    write_images(folder := tmp_path / "images", [f"{index:02d}.png" for index in range(4 * BAD)])
     killed: list[int] = []
+    with gate_of(folder) as gate:
+        listed.write_text(
+            "".join(f"http://127.0.0.1:{gate.server_port}/{n % (4 * BAD):02d}.png\n" for n in range(GATED))
+        )
+        gate.leaves.release(GATED)
+        finish_locally(certified_original, listed, local)
+        shutil.copytree(local, out)
+        for path in sorted((out / PREDICTIONS).iterdir())[BEGUN:]:
+            path.unlink()
 
-    def kill_one() -> None:
-        wait_until(lambda: len(processes(ACTOR)) == 2)
-        first, *others = processes(ACTOR)
-        for other in others:  # stopped, or they may finish all before the first one or its replacement begins
-            os.kill(other, signal.SIGSTOP)
-        # More than an actor may have finished unseen before: one is the first one's, and later its replacement's.
-        wait_for_shards(out, shards(out) + UNSEEN + 1)
-        os.kill(first, signal.SIGKILL)
-        killed.append(first)
-        try:
-            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)))
-            wait_for_shards(out, shards(out) + UNSEEN + 1)
-        finally:
+        def kill_one() -> None:
+            wait_until(lambda: len(found := processes(ACTOR)) == 2 and all(map(gate.is_asked_by, found)))
+            first, *others = processes(ACTOR)
             for other in others:
-                os.kill(other, signal.SIGCONT)
+                os.kill(other, signal.SIGSTOP)
+            gate.leaves.release(CALLS * SHARD)  # so many shards at most are done by the first one: at least one
+            try:
+                wait_for_shards(out, BEGUN + 1)
+                os.kill(first, signal.SIGKILL)
+                killed.append(first)
+                wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)))
+                gate.leaves.release(4 * GATED)
+                wait_for_shards(out, BEGUN + CALLS + 1)  # the last one by the replacement
+            finally:
+                for other in others:
+                    os.kill(other, signal.SIGCONT)
 
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    summary = on_ray(certified_original, paths, out, ray_cluster)
-    killer.join()
+        killer = threading.Thread(target=kill_one)
+        killer.start()
+        summary = on_ray(certified_original, listed, out, ray_cluster)
+        killer.join()
     assert parts(out) == parts(local)
     assert counts(out) == counts(local)
-    assert summary.images == IMAGES
-    assert summary.errors == len(range(0, IMAGES, BAD))
-    assert summary.images_here == IMAGES - BEGUN * SHARD
+    assert summary.images == GATED
+    assert summary.errors == len(range(0, GATED, BAD))
+    assert summary.images_here == GATED - BEGUN * SHARD
     assert summary.runtime["nodes"] == 2
     assert summary.runtime["actors"] == 3  # one was killed and replaced
     assert summary.runtime["provider"] == "CPUExecutionProvider"

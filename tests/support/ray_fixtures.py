@@ -1,11 +1,16 @@
-"""One Ray cluster for all tests of a process, and the processes of its actors."""
+"""One Ray cluster for all tests of a process, the processes of its actors, and a host that decides when they read."""
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from support.process_tree import family
@@ -52,3 +57,43 @@ def command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+class Gate(ThreadingHTTPServer):
+    """Serves a folder: each file waits for one of the `leaves` that a test releases."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(_Gated, directory=os.fspath(folder)))
+        self.leaves = threading.Semaphore(0)
+
+    def is_asked_by(self, pid: int) -> bool:
+        """Whether a connection of the process is open."""
+        with suppress(psutil.Error):
+            asked = (one.raddr for one in psutil.Process(pid).net_connections("tcp") if one.status == "ESTABLISHED")
+            return any(place and place.port == self.server_port for place in asked)
+        return False
+
+
+class _Gated(SimpleHTTPRequestHandler):
+    server: Gate
+
+    def do_GET(self) -> None:
+        self.server.leaves.acquire()
+        with suppress(ConnectionError):  # of who was killed meanwhile
+            super().do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def gate_of(folder: Path) -> Iterator[Gate]:
+    with Gate(folder) as gate:
+        thread = threading.Thread(target=gate.serve_forever)
+        thread.start()
+        try:
+            yield gate
+        finally:
+            gate.leaves.release(10_000)
+            gate.shutdown()
+            thread.join()
