@@ -94,6 +94,29 @@ def test_the_store_has_what_the_folder_has(tiny_bundle: Bundle, folder: Path, ur
     assert (mark["state"], mark["host"]) == (str(state), socket.gethostname())
 
 
+@pytest.mark.parametrize("taken", [b"", b"{}"], ids=["by us", "by another"])
+def test_a_run_begins_where_its_mark_was_taken_and_the_answer_lost(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch, taken: bytes
+) -> None:
+    """The next attempt finds it there."""
+    monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
+    put, lost = MemoryFileSystem.pipe_file, [True]
+
+    def lose(self: Any, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        put(self, path, taken or value if lost else value, mode, **more)
+        if lost:
+            lost.pop()
+            raise ConnectionResetError
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lose)
+    if taken:
+        with pytest.raises(EnvironmentMissing, match=r"FileExistsError.*run the same command again$"):
+            run(tiny_bundle, folder, url, state)
+    else:
+        run(tiny_bundle, folder, url, state)
+        assert set(objects(url)) == names(1, 2, 3)
+
+
 def test_parts_are_put_once_and_the_summary_last(
     tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,11 @@ class Mirror:
         # Of two runs that begin at once the store takes one, if it can.
         can = "mode" in inspect.signature(self._system.pipe_file).parameters
         new = {"mode": "create"} if can and not marker else {}
-        self._ask("pipe_file", marked, mark, **new)
+        try:
+            self._ask("pipe_file", marked, mark, **new)
+        except EnvironmentMissing:
+            if self._ask("cat_file", marked) != mark:  # else it was taken, and the answer was lost
+                raise
         try:
             self._refuse_others(agreed)  # after it: of two jobs that begin at once, one sees the other
         except InputError:
