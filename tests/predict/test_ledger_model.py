@@ -96,7 +96,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, damage=st.sampled_from(["", "change", "remove", "folder"]))
     def verify(self, number: int, damage: str) -> None:
-        done = sorted(one for one, entry in self.model.items() if entry.record is not None)
+        """Also of files whose rows are to be kept."""
+        done = sorted(one for one, entry in self.model.items() if entry.record is not None or entry.kept is not None)
         for one in done:
             (self.path / str(one)).write_bytes(self.files[one])
         wrong = []
@@ -110,7 +111,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 path.mkdir()
         assert self.ledger.verify(lambda one: self.path / str(one)) == wrong
         for one in wrong:
-            self.model[one].record = None
+            self.model[one].record = self.model[one].kept = None
             path = self.path / str(one)
             path.rmdir() if damage == "folder" else path.unlink(missing_ok=True)
 

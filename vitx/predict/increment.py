@@ -1,7 +1,7 @@
 """`--incremental`: what an input has now, compared with what a run has read of it. Nothing that is gone is removed."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -57,10 +57,9 @@ def extend_run(
 def _read(ledger: Ledger, out: Path, containers: dict[str, list[Claim]]) -> Iterator[tuple[int, str | None, int, int]]:
     """What was read of single images, see `Ledger.compare`; beside that, note the tar and Parquet files of the run."""
     for claim in ledger.shards():
-        known = claim if part_path(out, claim.id).is_file() else replace(claim, kept=None)
         if claim.shard.kind != "images":
-            containers.setdefault(claim.shard.location, []).append(known)
-        elif known.kept:
+            containers.setdefault(claim.shard.location, []).append(claim)
+        elif claim.kept:
             for place, version in enumerate(read_column(out, claim.id, VERSION)):
                 yield claim.shard.start + place + 1, version, claim.id, place
 

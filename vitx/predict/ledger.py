@@ -313,17 +313,20 @@ class Ledger:
         self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
     def verify(self, output: Callable[[int], Path]) -> list[int]:
-        """Compare every finished file, at `output`, with its digest; return the shards that are free again for that.
+        """Compare every file, at `output`, with its digest; return the shards whose file is not what was recorded.
 
-        A file that was published and not recorded before the last process ended is recorded now.
+        Those are to be done, and keep no rows. A file that was published and not recorded before the last process ended
+        is recorded now.
         """
         wrong = []
-        for number, digest, made, record in self._pages("id, digest, made, record", "coalesce(made, digest) NOTNULL"):
+        known = "coalesce(made, digest, kept) NOTNULL"
+        for number, digest, made, record, kept in self._pages("id, digest, made, record, kept", known):
             path = output(number)
-            if _sha256(record) == made and path.is_file() and sha256_file(path) == json.loads(record)[0]:
+            found = sha256_file(path) if path.is_file() else None
+            if _sha256(record) == made and found == json.loads(record)[0]:
                 self._change(f"SET {_SET_DONE} WHERE id = ? AND digest IS NOT made", number)
-            elif digest is not None:
-                self._change(f"SET {_SET_FREE} WHERE id = ?", number)
+            elif digest is not None or kept not in (None, found):
+                self._change(f"SET kept = NULL, {_SET_FREE} WHERE id = ?", number)
                 wrong.append(number)
         return wrong
 

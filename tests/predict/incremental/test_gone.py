@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from increments import IMAGES, LABEL, Counting, counts, rows, run, table, tar, ten_images, write
 from vitx.core.bundle import Bundle
+from vitx.predict import PREDICTIONS
 from vitx.predict.ledger import Ledger
-from vitx.predict.outputs.parts import Part
+from vitx.predict.outputs.parts import Part, part_path
 
 
 @pytest.fixture
@@ -148,3 +151,26 @@ def test_a_line_of_a_list_whose_image_is_gone_keeps_its_row(tiny_bundle: Bundle,
     (folder / "03.png").unlink()
     summary, predicted = run(tiny_bundle, listing, out)
     assert (counts(summary), predicted, rows(out)) == ((0, 0, 2, 1), 0, before)
+
+
+@pytest.mark.parametrize("kind", ["images", "tar"])
+@pytest.mark.parametrize("damage", [b"", b"PAR1", None], ids=["empty", "cut", "of another"])
+def test_a_file_that_was_damaged_before_its_rows_were_kept_is_made_again(
+    tiny_bundle: Bundle, tmp_path: Path, kind: str, damage: bytes | None
+) -> None:
+    """Between a stop and the next run. None of its rows can be kept, nor be counted."""
+    source, out = tmp_path / ("in" if kind == "images" else "*.tar"), tmp_path / "out"
+    ten_images(tmp_path / "in")
+    for name in "ab":
+        tar(tmp_path / f"{name}.tar", {"0.png": IMAGES[0], "1.png": IMAGES[1]})
+    run(tiny_bundle, source, out)
+    write(tmp_path / "in" / "00.png", IMAGES[1])
+    tar(tmp_path / "a.tar", {"0.png": IMAGES[1]})
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, source, out, Counting(0))
+    pq.write_table(pa.concat_tables([pq.read_table(out / PREDICTIONS)] * 2), tmp_path / "more")
+    part_path(out, 1).write_bytes((tmp_path / "more").read_bytes() if damage is None else damage)
+    run(tiny_bundle, source, out)
+    run(tiny_bundle, source, tmp_path / "whole")
+    assert rows(out) == rows(tmp_path / "whole")
+    assert run(tiny_bundle, source, out)[1] == 0
