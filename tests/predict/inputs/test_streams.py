@@ -312,7 +312,8 @@ def test_a_list_of_a_server(host: Hosts, tmp_path: Path, waits: list[float], mon
     assert lines(url, tmp_path) == whole
     monkeypatch.setattr(remote, "BLOCK_BYTES", 16)
     url, _ = host(ranges=False, GET=["closes"] * 9)
-    with pytest.raises(EnvironmentMissing, match=r"^cannot read the list '.*/list.txt' beyond line [02]: the s"):
+    # Of the four lines and a half that came, aiohttp gives what it had when it noticed the break.
+    with pytest.raises(EnvironmentMissing, match=r"^cannot read the list '.*/list.txt' beyond line [024]: the s"):
         lines(url, tmp_path)
     for name, limit, place in (("MAX_LINE", 4, 1), ("MAX_LIST", 17, 3)):
         with monkeypatch.context() as small:
