@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.remote import check_size
@@ -66,6 +66,17 @@ def test_an_object_is_tried_three_times(read: Read, waits: list[float]) -> None:
         read(store)
     assert store.calls == 3
     assert waits == [0.2, 1.0] * 2
+
+
+def test_too_many_open_files_are_no_fault_of_a_store(read: Read) -> None:
+    """They would be rows with an error in an output that is finished."""
+    many = OSError(errno.EMFILE, "Too many open files")
+    followed = RuntimeError("Could not connect")
+    followed.__context__ = many
+    assert read(Store([many, followed])) == b"bucket/a.png"
+    for error in (many, followed):
+        with pytest.raises(EnvironmentMissing, match=r"^cannot read the object: .*: raise the limit of open files \("):
+            read(Store([many, many, error]))
 
 
 @pytest.mark.parametrize(

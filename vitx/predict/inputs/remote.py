@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing
 from vitx.core.preprocess import MAX_PIXELS, ImageError
 from vitx.core.urls import open_store
 
@@ -120,7 +121,8 @@ def _awaited(future: Future[T], seconds: float, stopped: threading.Event | None)
 def attempts(function: Callable[[], T], problem: str, stopped: threading.Event | None = None) -> T:
     """The value of `function`, which is called again unless its error will not change; at last raise ImageError.
 
-    Not after PATIENCE_SECONDS, in which the store's own package has tried it again.
+    Not after PATIENCE_SECONDS, in which the store's own package has tried it again. Raises EnvironmentMissing if too
+    many files are open.
     """
     end = time.monotonic() + PATIENCE_SECONDS
     for wait in (*REMOTE_WAITS, None):
@@ -138,9 +140,18 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
             if wait is None or time.monotonic() > end:
                 shown = cause if _is_http_error(cause) else error
                 text = " ".join(str(shown).split())[:MAX_REASON]  # a library may quote kilobytes of an answer
+                if _lacks_files(error):  # no fault of the store: it must not become a row
+                    raise EnvironmentMissing(f"{problem}: {text}: raise the limit of open files (ulimit -n)") from None
                 raise ImageError(f"{problem}: {type(shown).__name__}: {text}") from None
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _lacks_files(error: BaseException | None) -> bool:
+    """Whether it is about too many open files, or followed from that."""
+    while error is not None and getattr(error, "errno", None) not in TOO_MANY_FILES:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _is_http_error(error: BaseException | None) -> bool:

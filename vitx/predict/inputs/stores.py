@@ -104,14 +104,15 @@ def is_hidden(name: str) -> bool:
 
 
 def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
-    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read."""
+    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read.
+
+    EnvironmentMissing if that is this machine's fault, such as too many open files.
+    """
     if location.endswith("/") and not remote.is_http(location):  # perhaps one that `walk_images` did not enter
         raise ImageError(_folder_problem(location))
     try:
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
-    except VitxError as error:
-        if isinstance(error, EnvironmentMissing) and not is_url(location):
-            raise
+    except InputError as error:
         raise ImageError(str(error)) from None  # a URL that nothing here can open is one bad row of a list
     except (OSError, ValueError) as error:  # a path of a Parquet file may have a zero byte
         kind = Gone if isinstance(error, FileNotFoundError) else ImageError
