@@ -1,6 +1,8 @@
 """What ONNX Runtime is asked for, on a CPU and on GPUs that are not here: the library's session stands in."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,3 +314,10 @@ def test_a_name_is_loaded_by_its_session(
     found: Any = load_session(bundle, runtime, device=device, threads=2, engine_cache=Path("cache"))
     flavor = (runtime,) if runtime.startswith("tensorrt") else ()
     assert (asked, found) == ([runtime], ((bundle, *flavor), expected))
+
+
+def test_nothing_is_reported_to_the_maker_of_the_library(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", "import vitx.runtimes.onnxruntime"], env=environment, check=True)
+    assert [*tmp_path.rglob("*")] == []  # where it reports, it keeps an id of the machine, and what is not sent yet
