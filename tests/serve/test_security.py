@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -185,6 +186,20 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
             with triton.InferenceServerClient(address, ssl=True, root_certificates=trusted) as client:
                 assert client.is_server_ready(client_timeout=HANG)
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 2)
+
+
+def test_a_key_that_gives_nothing_at_a_hangup_holds_up_no_request(folder: Path, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--tls-cert", certificate, "--tls-key", key)
+    with tls_server(*arguments, certificate=certificate) as server:
+        key.unlink()
+        os.mkfifo(key)
+        server.process.send_signal(signal.SIGHUP)
+        with key.open("wb"):  # once the server reads it
+            assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+        assert server.stop() == 0
+        assert server.process.stderr is not None
+        assert "vitx: the TLS certificate stays: " in server.process.stderr.read()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

@@ -91,6 +91,7 @@ class Server:
         self._grpc: GrpcServer | None = None
         self._draining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._renewing = asyncio.Lock()
 
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
@@ -144,11 +145,21 @@ class Server:
         server.servers = [await listen(sock=self._listener, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=end)]
         server.started = True
 
-    async def _listen_again(self) -> None:
-        """With the new TLS context: under the old one its sessions resume, of clients that may be allowed no more."""
-        old, self._listener = self._uvicorn.servers[0], self._listener.dup()
-        await self._listen(())
-        old.close()
+    async def _renew_tls(self) -> None:
+        """Read the certificate again, beside the event loop: a pipe or a disk may give nothing; and listen with it.
+
+        Under the old context its sessions would resume, of clients that may be allowed no more.
+        """
+        async with self._renewing:  # what waits takes one thread, however many signals come
+            try:
+                self._pem = await asyncio.to_thread(read_pem, self._options)
+            except InputError as error:
+                log(f"vitx: the TLS certificate stays: {error}")
+                return
+            if self._pem is not None and self._uvicorn.started and self._draining is None:
+                old, self._listener = self._uvicorn.servers[0], self._listener.dup()
+                await self._listen(())
+                old.close()
 
     async def _start_grpc(self) -> None:
         if (port := self._options.grpc_port) is not None:
@@ -205,14 +216,9 @@ class Server:
 
     def _on_hangup(self, number: int, frame: object) -> None:
         """SIGHUP: load the TLS certificate and the bundles again."""
-        try:
-            self._pem = read_pem(self._options)
-        except InputError as error:
-            log(f"vitx: the TLS certificate stays: {error}")
         if self._draining is None:
+            start_kept(self._renew_tls(), self._tasks)
             start_kept(self._repository.load_all(), self._tasks)
-            if self._pem is not None and self._uvicorn.started:
-                start_kept(self._listen_again(), self._tasks)
 
     def _on_log_rotation(self, number: int, frame: object) -> None:
         for observer in self._core.observers:
