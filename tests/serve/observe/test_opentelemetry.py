@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bundle_fixture import IMAGE_SIZE, colour_image, png
-from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server
+from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.serve.observe.request_record import RequestRecord
 
@@ -138,6 +138,37 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
         started = time.monotonic()
         tracing.close()
         assert time.monotonic() - started < 18
+
+
+def test_a_collector_whose_answer_does_not_end_gets_the_next_spans_too() -> None:
+    requests, ended = [], threading.Event()
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # its client has hung up
+                while not ended.wait(0.05):
+                    self.wfile.write(b"and so on")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            tracing = Tracing(f"http://127.0.0.1:{server.server_port}")
+            for count in (1, 2):
+                for _ in range(512):  # so many are sent at once
+                    tracing.write(RequestRecord("one"), "GET", "/v2", 200, 0.001)
+                wait_until(lambda count=count: len(requests) == count)
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+        tracing.close()
 
 
 def test_a_tracestate_that_is_none_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -33,7 +34,9 @@ class Tracing:
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_SECONDS)))
+        exporter = OTLPSpanExporter(url, timeout=_EXPORT_SECONDS, session=(session := requests.Session()))
+        session.stream = True  # nothing of an answer's body is read: one without an end would be waited for, and kept
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("vitx.serve", __version__)
         self._context = TraceContextTextMapPropagator()
         logging.getLogger("opentelemetry.trace").setLevel(logging.CRITICAL)  # it warns of what clients send
