@@ -53,8 +53,7 @@ class MemoryBudget:
     """The bytes of all bodies that are being received, read or answered. Not thread-safe: use it on the event loop."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.used = 0
+        self._limit, self.used = limit, 0
 
     def fits(self, size: int) -> bool:
         return self.used + size <= self._limit

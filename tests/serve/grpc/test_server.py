@@ -278,6 +278,27 @@ def test_calls_that_end_before_their_message_count_as_what_ended_them(tmp_path: 
     assert {line["status"] for line in lines if line["method"] == "gRPC"} == {503, 499}
 
 
+def test_a_stream_whose_replies_are_not_taken_ends_and_holds_up_no_drain(tiny_bundle: Bundle) -> None:
+    message, ended = message_class("ModelInferRequest")(model_name="tiny", id="n" * 20_000), threading.Event()
+    message.inputs.add(name="images", datatype="UINT8", shape=[1, IMAGE_SIZE, IMAGE_SIZE, 3])
+    message.raw_input_contents.append(image(7).tobytes())
+
+    def requests() -> Iterator[bytes]:
+        yield from [message.SerializeToString()] * 200  # each reply has the id
+        ended.wait(HANG)
+
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # what a client takes unread
+    with (
+        running_server(tiny_bundle.path, "--grpc-port", "0", "--write-timeout", "0.1") as server,
+        grpc.insecure_channel(grpc_address(server), small) as channel,
+    ):
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(requests())
+        wait_until(lambda: server.metric('vitx_rejections_total{reason="slow_client"}') == 1)
+        assert server.stop() == 0
+        ended.set()
+        call.cancel()
+
+
 def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
     program = f"gate = {str(gate)!r}" + HELD_MODEL

@@ -63,8 +63,7 @@ class Batcher:
         self._running: list[Batch] = []  # handed to the threads, in this order
         self.running = 0  # rows in them
         self.replaced_instances = 0  # so many have died
-        self._concurrent_rows = 1.0
-        self._reply_lag = 0.0
+        self._concurrent_rows, self._reply_lag = 1.0, 0.0
         largest, preferred, instances = self.batching.max_batch, self.batching.preferred, self.batching.instances
         self.full_batch = self.curve.best_size(largest, preferred)
         self._search = size_search(self.curve.sizes(largest, preferred), self.full_batch, instances)

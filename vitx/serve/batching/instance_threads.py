@@ -18,8 +18,7 @@ class InstanceThreads:
 
     def __init__(self, count: int, max_rows: int, on_result: Callable[[Batch], None]) -> None:
         """`on_result` is called with a batch that has run, on the running event loop."""
-        self._max_rows = max_rows
-        self._on_result = on_result
+        self._max_rows, self._on_result = max_rows, on_result
         self._loop = asyncio.get_running_loop()
         self._batches: SimpleQueue[Batch | None] = SimpleQueue()
         self.put = self._batches.put

@@ -102,9 +102,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._levels: tuple[deque[RequestPart], ...] = tuple(deque() for _ in range(PRIORITY_LEVELS))
-        self.rows = 0
-        self._rows_by_level = [0] * PRIORITY_LEVELS
-        self._with_deadline = 0
+        self.rows, self._rows_by_level, self._with_deadline = 0, [0] * PRIORITY_LEVELS, 0
         self._oldest_first = False  # whether the last batch started with the oldest request
 
     def push(self, part: RequestPart, *, first: bool = False) -> None:

@@ -205,8 +205,13 @@ class GrpcServer:
         self._streams.add(replies)
         try:
             while (reply := await replies.get()) is not None:
-                await context.write(await reply)
+                data, limits = await reply, self._core.limits
+                async with asyncio.timeout(limits.write_seconds + len(data) / limits.body_rate):
+                    await context.write(data)
                 window.release()
+        except TimeoutError:
+            self._metrics.reject("slow_client")
+            raise asyncio.CancelledError from None  # gRPC resets the stream; a status would wait behind the reply
         finally:
             self._streams.discard(replies)
             reader.cancel()

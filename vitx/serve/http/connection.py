@@ -52,8 +52,7 @@ class HttpProtocol(HttpToolsProtocol):
         """`memory`: other protocols may share it. `on_refused` is called with the reason when it refuses a request."""
         super().__init__(*args, **options)
         self.limits, self.memory, self.on_refused = limits, memory, on_refused
-        self.lost = False
-        self.slow = False
+        self.lost = self.slow = False
         self.on_lost: Callable[[], object] | None = None
         self._surplus = False  # a connection beyond the limit
         self._in_head = True  # else in a body; also between two requests

@@ -67,9 +67,7 @@ class Decoder:
 
         processes: each has one that decodes for it.
         """
-        self._max_pixels = max_pixels
-        self._capacity = capacity
-        self._on_decode = on_decode
+        self._max_pixels, self._capacity, self._on_decode = max_pixels, capacity, on_decode
         self._threads = threads or min(8, os.cpu_count() or 1)
         self._processes = processes
         self._waiting = 0

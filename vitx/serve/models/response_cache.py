@@ -26,8 +26,7 @@ class ResponseCache:
     """The answers of all models of a server, at most `limit` bytes. Use it on the event loop."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+        self.limit, self.used = limit, 0
         # By what the model has been since it last forgot, and the digest of the content; the last asked is the last.
         self.answers: OrderedDict[tuple[object, bytes], Float32Array] = OrderedDict()
 

@@ -26,10 +26,8 @@ class ServedModel:
     """One model that answers requests. Create it on a running event loop. `fault`: what its canary found, or None."""
 
     def __init__(self, warm: WarmModel, metrics: Metrics) -> None:
-        self.bundle = warm.offer.bundle
-        self.certificate = warm.offer.certificate
-        self._warm = warm
-        self.canary = warm.canary
+        self._warm, self.canary = warm, warm.canary
+        self.bundle, self.certificate = warm.offer.bundle, warm.offer.certificate
         self.fault: str | None = None
         self.cache: ModelCache | None = None  # set by a ModelSet that has a cache
         self.key = self.name, self.version = warm.offer.key
@@ -174,8 +172,7 @@ class ModelSet:
     ) -> None:
         """`on_change` is called when a model was added, and on another thread when one was closed. cache: of all."""
         self._expected = dict.fromkeys(expected)  # an ordered set
-        self._on_change = on_change
-        self._cache = cache
+        self._on_change, self._cache = on_change, cache
         self.draining = 0.0  # since when, time.monotonic()
         self.leaving = False
         self.loaded: dict[ModelKey, ServedModel] = {}

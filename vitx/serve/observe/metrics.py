@@ -53,8 +53,7 @@ class ModelMetrics:
     """The series of one model. Their labels are resolved once, so that a batch needs no look-up."""
 
     def __init__(self, metrics: "Metrics", model: str, version: str) -> None:
-        self.batches = 0
-        self.images = 0
+        self.batches = self.images = 0
         self._images_total = metrics.images.labels(model, version)
         self._batch_size = metrics.batch_size.labels(model, version)
         self._compute = metrics.compute_seconds.labels(model, version)
@@ -104,8 +103,7 @@ class Metrics:
         self.gather: Callable[[], Awaitable[bytes]] | None = None  # /metrics of all workers or replicas together
         self._requests_of, self._seconds_of = cache(self.requests.labels), cache(self.request_seconds.labels)
         self.latencies: deque[float] = deque(maxlen=_RECENT)
-        self.answered = 0
-        self.rejected = 0
+        self.answered = self.rejected = 0
         self._started = time.monotonic()
 
     def add_model(self, key: tuple[str, str], about: Sequence[str], *reads: Callable[[], float]) -> ModelMetrics:

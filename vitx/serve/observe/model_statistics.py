@@ -40,8 +40,7 @@ class ModelStatistics:
     def __init__(self) -> None:
         self._times = _Durations()
         self._by_size: dict[int, _Durations] = defaultdict(_Durations)
-        self._images = 0
-        self._last_inference = 0.0
+        self._images, self._last_inference = 0, 0.0
 
     def add_request(self, seconds: float, *, failed: bool = False) -> None:
         """Count a request that was answered `seconds` after its arrival; failed: refused, or cancelled, too."""

@@ -55,8 +55,7 @@ class SharedMemory:
         """Raise EnvironmentMissing if `enabled` on another system than Linux."""
         if enabled and sys.platform != "linux":
             raise EnvironmentMissing(f"shared memory is offered on Linux only, this is {sys.platform}")
-        self.enabled = enabled
-        self._max_regions = max_regions
+        self.enabled, self._max_regions = enabled, max_regions
         self._regions: dict[str, MemoryRegion] = {}
         self._open = weakref.WeakSet[MemoryRegion]()  # with those that only requests in flight still have
 
