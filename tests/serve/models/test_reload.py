@@ -1,5 +1,6 @@
 """Bundles replaced under a running server: what is switched to, what is refused, and that no request is lost."""
 
+import asyncio
 import json
 import shutil
 import sys
@@ -19,6 +20,9 @@ from server_process import INFER_PATH as PATH
 from server_process import ServerProcess, load_on, run_serve, running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.files import replace_folder
+from vitx.serve.models.repository import Repository
+from vitx.serve.options import ServeOptions
+from vitx.serve.server_core import ServerCore, verified
 
 TOKEN = "a-token-of-management"
 RELOADS = 8
@@ -162,6 +166,7 @@ def test_models_come_and_go_in_a_repository(tmp_path: Path, managed: list[str]) 
         assert manage(server, "models/other/load") == (200, None)
         assert server.request("GET", "/v2/models/other/ready")[0] == 200
         assert manage(server, "models/tiny/unload", body=b'{"parameters": {"unload_dependents": false}}') == (200, None)
+        assert manage(server, "models/tiny/unload") == (404, {"error": "model 'tiny' is not loaded"})
         assert server.request("POST", PATH, BODY)[0] == 404
         assert server.request("GET", "/v2/health/ready")[0] == 200
         info = [
@@ -171,6 +176,21 @@ def test_models_come_and_go_in_a_repository(tmp_path: Path, managed: list[str]) 
         assert [entry["name"] for entry in manage(server, "index", body=b'{"ready": true}')[1]] == ["other"]
         assert manage(server, "models/tiny/load") == (200, None)
         assert server.request("POST", PATH, BODY)[0] == 200
+
+
+def test_the_index_says_which_models_are_still_loading(tiny_bundle: Bundle) -> None:
+    options = ServeOptions(bundles=(tiny_bundle.path,))
+
+    async def states() -> list[str]:
+        core = ServerCore(options, offers := verified(options))
+        repository = Repository(core.models, core.loader, core.metrics, offers)
+        reasons = [entry["reason"] for entry in repository.index()]
+        await core.load()
+        await repository.unload("tiny")
+        await core.models.close()
+        return reasons + [entry["reason"] for entry in repository.index()]
+
+    assert asyncio.run(states()) == ["loading", "unloaded"]
 
 
 def test_a_name_that_a_client_made_up_is_no_label_while_the_repository_is_broken(

@@ -80,7 +80,8 @@ class Repository:
         entries = []
         for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
             model, refusal = self._models.loaded.get(key), self._refusals.get(key, "")
-            fault = (refusal or "unloaded") if model is None else model.fault
+            absent = refusal or ("loading" if key in self._models.expected else "unloaded")
+            fault = absent if model is None else model.fault
             state, reason = "UNAVAILABLE" if fault else "READY", fault or refusal
             entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
         return [entry for entry in entries if entry["state"] == "READY" or not ready]
@@ -111,9 +112,8 @@ class Repository:
     async def unload(self, name: str) -> None:
         """Unload every version of a model once its requests are answered; raise RequestError 404 if none is loaded."""
         async with self.busy:
-            versions = self._models.versions(name)
-            if not versions:
-                raise _unknown(name)
+            if not (versions := self._models.versions(name)):
+                raise RequestError(f"model '{name[:80]}' is not loaded", status=404, reason="unknown_model")
             for version in versions:
                 self._remove((name, version))
 

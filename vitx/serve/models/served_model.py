@@ -161,7 +161,7 @@ class ModelSet:
     """The models of one server by name and version, and its state. Create it on a running event loop.
 
     A request without a version is answered by the highest loaded one. draining: new requests are refused. leaving:
-    requests are answered, and their connections closed after the reply. loaded: by name and version.
+    requests are answered, and their connections closed after the reply. loaded, expected (to be): by name and version.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ModelSet:
         cache: ResponseCache | None = None,
     ) -> None:
         """`on_change` is called when a model was added, and on another thread when one was closed. cache: of all."""
-        self._expected = dict.fromkeys(expected)  # an ordered set
+        self.expected = dict.fromkeys(expected)  # an ordered set
         self._on_change, self._cache = on_change, cache
         self.draining = 0.0  # since when, time.monotonic()
         self.leaving = False
@@ -188,12 +188,12 @@ class ModelSet:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the models that are loaded or are to be."""
-        return tuple(dict.fromkeys(name for name, _ in self._expected))
+        return tuple(dict.fromkeys(name for name, _ in self.expected))
 
     @property
     def ready(self) -> bool:
         """Whether every expected model is loaded and passes its canary, and the server does not drain."""
-        return all(self.is_ready(*key) for key in self._expected) and not self.draining
+        return all(self.is_ready(*key) for key in self.expected) and not self.draining
 
     def versions(self, name: str) -> list[str]:
         """The loaded versions of a model, ascending."""
@@ -230,7 +230,7 @@ class ModelSet:
         old = self.loaded.get(model.key)
         if self._cache is not None:
             model.cache = ModelCache(self._cache, model.batcher.statistics, model.metrics.lookups)
-        self._expected[model.key] = None
+        self.expected[model.key] = None
         self.loaded[model.key] = model
         self._find_newest(model.name)
         if old is not None:
@@ -240,7 +240,7 @@ class ModelSet:
 
     def remove(self, key: ModelKey, retire_seconds: float) -> None:
         """Stop serving a model; it is closed after the last request that may use it."""
-        self._expected.pop(key, None)
+        self.expected.pop(key, None)
         model = self.loaded.pop(key)
         self._find_newest(model.name)
         self._retire(model, retire_seconds)
@@ -269,7 +269,7 @@ class ModelSet:
         return names[0]
 
     def _missing(self, name: str, version: str | None) -> RequestError:
-        if (name, version) in self._expected or (version is None and name in self.names):
+        if (name, version) in self.expected or (version is None and name in self.names):
             return unavailable(f"model '{name}' is loading", "not_ready")
         which = f"'{name[:80]}'" if version is None else f"'{name[:80]}' version {version[:40]}"
         text = f"Request for unknown model: {which} is not found"
