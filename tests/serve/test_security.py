@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -326,6 +326,18 @@ def test_an_idle_client_of_tls_does_not_hold_up_the_end(folder: Path, tmp_path: 
         assert "Cancel" not in server.process.stderr.read()
 
 
+@contextmanager
+def once(file: Path) -> Iterator[Path]:
+    """A pipe that gives what is in a file, as the shell's `<(cat FILE)`."""
+    end, begin = os.pipe()
+    os.write(begin, file.read_bytes())
+    os.close(begin)
+    try:
+        yield Path(f"/dev/fd/{end}")
+    finally:
+        os.close(end)
+
+
 def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     _, other_key = make_certificate(tmp_path, "other")
@@ -335,6 +347,10 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="are no certificate with its key"):
             read_pem(ServeOptions(tls_cert=certificate, tls_key=wrong))
     pair: dict[str, Any] = {"tls_cert": certificate, "tls_key": key}
+    with once(key) as pipe, pytest.raises(InputError, match="is a pipe, which gRPC reads a second time"):
+        read_pem(ServeOptions(tls_cert=certificate, tls_key=pipe, grpc_port=0))
+    with once(key) as pipe:
+        assert read_pem(ServeOptions(tls_cert=certificate, tls_key=pipe)) is not None
     alone, mutual = read_pem(ServeOptions(**pair)), read_pem(ServeOptions(**pair, tls_client_ca=certificate))
     assert alone is not None
     assert mutual is not None

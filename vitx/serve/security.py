@@ -113,6 +113,8 @@ def read_pem(options: ServeOptions) -> Pem | None:
         pair = key.read_bytes(), certificate.read_bytes()
     except (OSError, ssl.SSLError) as error:  # a missing file, no PEM, or a key of another certificate
         raise InputError(f"'{certificate}' and '{key}' are no certificate with its key, in PEM: {error}") from None
+    if options.grpc_port is not None and not all(pair):
+        raise InputError(f"'{certificate}' or '{key}' is a pipe, which gRPC reads a second time: give files")
     if authorities is None:
         return Pem(*pair, None, context)
     try:
