@@ -2,7 +2,6 @@
 
 import json
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +32,11 @@ def next_line(server: ServerProcess) -> str:
     """The command that a server shows when it is ready."""
     assert server.process.stderr is not None
     return next(line.strip() for line in server.process.stderr if line.startswith("next:"))
+
+
+def unload(server: ServerProcess, model: str) -> None:
+    headers = {"Authorization": f"Bearer {MANAGERS}", "Content-Type": "application/json"}
+    assert server.request("POST", f"/v2/repository/models/{model}/unload", b"{}", headers)[0] == 200
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +168,27 @@ def test_nothing_of_a_model_is_left_when_the_last_is_unloaded(browser: Browser, 
     with running_server(folder / "tiny.vitx", "--allow-uncertified", *managed) as server:
         browser.open(f"http://{server.url}/")
         browser.wait(f"{TEXT.format('model-name')} === 'tiny'")
-        unload = urllib.request.Request(f"http://{server.url}/v2/repository/models/tiny/unload", b"{}", method="POST")
-        unload.add_header("Authorization", f"Bearer {MANAGERS}")
-        unload.add_header("Content-Type", "application/json")
-        urllib.request.urlopen(unload, timeout=20).close()
+        unload(server, "tiny")
         browser.wait(f"{TEXT.format('model-name')} === 'No model is loaded'")
         assert browser.run("document.getElementById('use').hidden")
         assert (browser.run(TEXT.format("card")), browser.run(TEXT.format("verdict"))) == ("", "")
+
+
+def test_the_images_are_classified_again_by_the_model_that_takes_the_place_of_an_unloaded_one(
+    browser: Browser, folder: Path
+) -> None:
+    given = ("--allow-uncertified", "--management", "--management-token-file", folder / "managers")
+    with running_server(folder / "tiny.vitx", folder / "other.vitx", *given) as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait(f"{TEXT.format('state')} === 'ready'")
+        browser.run(CHOOSE.format("other"))
+        browser.wait("!document.getElementById('attention').hidden")
+        give(browser, "drop", png(colour_image(3, np.random.default_rng(3))))
+        browser.wait("document.querySelectorAll('.preview canvas').length === 1")
+        unload(server, "other")
+        browser.wait("document.querySelectorAll('.preview canvas').length === 0")  # tiny gives no map
+        browser.wait("document.querySelectorAll('.predictions li').length === 4")
+        assert browser.run(TEXT.format("model-name")) == "tiny"
 
 
 def test_a_server_that_hangs_is_not_ready_and_leaves_a_gap_in_the_charts(browser: Browser, folder: Path) -> None:

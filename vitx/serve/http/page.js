@@ -363,6 +363,7 @@ async function poll() {
     showModels([...new Set(stats.models.map((one) => one.name))]);
     showStatistics(stats);
     if (model && (model !== before || polls % CARD_EVERY === 0)) await showCard();
+    if (model && model !== before) classifyAll(images);  // the classes that stand there are of one that is gone
     polls += 1;
     showState(stats.ready ? "ready" : "not ready", stats.ready);
   } catch (error) {
