@@ -68,6 +68,39 @@ def test_a_certificate_without_a_seal_or_with_that_of_another_is_refused(tmp_pat
         read_certificate(tmp_path / "other.json")
 
 
+TOKENS = TokenSimilarity(images=4, layers=("a",), reference=(0.5,), candidate=(0.6,), allowed=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"batch_size": -1}, "batch_size: Input should be greater than or equal to 0"),
+        ({"batch_sizes": (1, 0)}, "batch_sizes.1: Input should be greater than 0"),
+        ({"batch_sizes": ()}, "batch_sizes: Tuple should have at least 1 item after validation, not 0"),
+        (
+            {"max_logit_error_by_batch_size": {}},
+            "max_logit_error_by_batch_size: Dictionary should have at least 1 item",
+        ),
+        (
+            {"token_similarity": TOKENS.model_copy(update={"layers": ("a", "b")})},
+            "token_similarity: Value error, 2 layers, 1 and 1 numbers: expected one of each side for every layer",
+        ),
+        (
+            {"token_similarity": TOKENS.model_copy(update={"layers": (), "reference": (), "candidate": ()})},
+            "token_similarity: Value error, is of no layer: expected null where none was measured",
+        ),
+    ],
+)
+def test_what_no_comparison_gives_is_no_certificate_however_sealed(
+    tmp_path: Path, changes: dict[str, object], fault: str
+) -> None:
+    path = tmp_path / "certificate.json"
+    write_json(path, certificate().model_copy(update=changes).sealed())
+    with pytest.raises(InputError) as caught:
+        read_certificate(path)
+    assert str(caught.value).startswith(f"{path} is not a valid Certificate: {fault}")
+
+
 def test_the_worst_layer_is_that_of_the_largest_difference_either_way() -> None:
     similarity = TokenSimilarity(
         images=4, layers=("a", "b", "c"), reference=(0.5, 0.9, 0.2), candidate=(0.6, 0.7, 0.3), allowed=0.01

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from vitx.core.files import Record, SealedRecord, json_bytes, read_sealed
 from vitx.core.machine import describe_machine
@@ -28,6 +28,13 @@ class TokenSimilarity(Record):
     reference: tuple[float, ...]
     candidate: tuple[float, ...]
     allowed: float = Field(description="largest |candidate − reference| of a layer that passes")
+
+    @model_validator(mode="after")
+    def _numbers_of_each_layer(self) -> "TokenSimilarity":
+        if not len(self.layers) == len(self.reference) == len(self.candidate):
+            found = f"{len(self.layers)} layers, {len(self.reference)} and {len(self.candidate)} numbers"
+            raise ValueError(f"{found}: expected one of each side for every layer")
+        return self
 
     def worst(self) -> tuple[str, float, float]:
         """The layer where the two differ most: its name, CosSim of the reference, CosSim of the candidate."""
@@ -119,7 +126,7 @@ class Certificate(SealedRecord):
     data: str
     data_sha256: str
     images: int
-    batch_sizes: tuple[int, ...]
+    batch_sizes: tuple[PositiveInt, ...] = Field(min_length=1)
     accuracy_reference: float
     accuracy_candidate: float
     flips: tuple[Flip, ...]
@@ -128,13 +135,15 @@ class Certificate(SealedRecord):
     mcnemar_p: float
     max_logit_error: float
     mean_logit_error: float
-    max_logit_error_by_batch_size: dict[int, float]
+    max_logit_error_by_batch_size: dict[int, float] = Field(min_length=1)
     max_logit_error_allowed: float
     max_neighbour_error: float = Field(
         description="largest change of a row's logits with other neighbours in its batch"
     )
     created: str
-    batch_size: int = Field(0, description="at which every image was run; the other sizes saw the probe images")
+    batch_size: NonNegativeInt = Field(
+        0, description="at which every image was run; the other sizes saw the probe images"
+    )
     probe_images: int = Field(0, description="evenly spaced images that were run at every batch size and order")
     probe_flips: int = Field(0, description="probe images whose class depends on batch size, place or neighbours")
     probe_flip_rate_bound: float = Field(1.0, description="95 % upper bound on the rate of such images")
@@ -146,6 +155,13 @@ class Certificate(SealedRecord):
     token_similarity: TokenSimilarity | None = None
     classes_sha256: str = Field(default="", description="of the candidate's class of every image: int32, little endian")
     executables: tuple[Verdict, ...] = Field((), description="one verdict each; empty in version 1")
+
+    @field_validator("token_similarity")
+    @classmethod
+    def _is_of_layers(cls, measured: TokenSimilarity | None) -> TokenSimilarity | None:
+        if measured is not None and not measured.layers:
+            raise ValueError("is of no layer: expected null where none was measured")
+        return measured
 
     def verdict_of(self, executable: Executable) -> Verdict | None:
         """The verdict on exactly this executable, the last one if there are several; None when there is none."""
