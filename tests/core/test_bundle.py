@@ -11,6 +11,7 @@ from onnx.external_data_helper import set_external_data
 
 from bundle_fixture import IMAGE_SIZE, LABELS, add_files, certificate, write_bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, Bundle, FileEntry, Manifest, timestamp
+from vitx.core.certificate import Certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.latency import Latency, LatencyPoint, machine_key
@@ -150,6 +151,21 @@ def test_a_certificate_is_of_these_files_passes_and_is_unchanged(bundle: Bundle)
     write_json(path / CERTIFICATE, good.model_copy(update={"accuracy_candidate": 0.99}))
     with pytest.raises(CheckFailed, match="its own digest differs"):
         bundle.require_certificate()
+
+
+def test_a_certificate_that_is_written_while_it_is_judged_is_not_taken_for_the_judged_one(bundle: Bundle) -> None:
+    path = bundle.path / CERTIFICATE
+    good = certificate(subject=bundle.subject()).sealed()
+    write_json(path, good)
+
+    class Overtaken(Bundle):
+        def certificate(self) -> Certificate | None:
+            found = super().certificate()
+            write_json(path, certificate(verdict="fail").sealed())
+            return found
+
+    with pytest.raises(CheckFailed, match="was changed after it was written"):
+        Overtaken(bundle.path, bundle.manifest).require_certificate()
 
 
 def test_latencies_of_other_machines_stay(bundle: Bundle) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
-from vitx.core.certificate import read_certificate
+from vitx.core.certificate import sealed_certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import (
@@ -284,7 +284,7 @@ class Bundle:
             )
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
-        return read_certificate(self.path / CERTIFICATE)  # which also checks its own sha256
+        return sealed_certificate(self.path / CERTIFICATE, certificate)
 
 
 def _require_no_external_data(graph: Path) -> None:

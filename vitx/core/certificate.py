@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from vitx.core.files import Record, SealedRecord, json_bytes, read_sealed
+from vitx.core.files import Record, SealedRecord, json_bytes, read_record, require_seal
 from vitx.core.machine import describe_machine
 
 
@@ -187,4 +187,9 @@ class Certificate(SealedRecord):
 
 def read_certificate(path: Path) -> Certificate:
     """Read a certificate; raise InputError for a file that is none, CheckFailed for one that was changed."""
-    return read_sealed(path, Certificate, remedy="run `vitx parity RUN BUNDLE` again")
+    return sealed_certificate(path, read_record(path, Certificate))
+
+
+def sealed_certificate(path: Path, certificate: Certificate) -> Certificate:
+    """Return what was read from a file; raise CheckFailed unless it is sealed, and still the file's."""
+    return require_seal(path, certificate, remedy="run `vitx parity RUN BUNDLE` again")

@@ -227,12 +227,16 @@ SealedT = TypeVar("SealedT", bound=SealedRecord)
 
 
 def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
-    """Read a sealed record; raise InputError for any other file, CheckFailed for one that was changed.
+    """Read a sealed record; raise InputError for any other file, CheckFailed for one that was changed."""
+    return require_seal(path, read_record(path, schema), remedy=remedy)
+
+
+def require_seal(path: Path, record: SealedT, *, remedy: str) -> SealedT:
+    """Return a record that was read from a file; raise CheckFailed unless the file is sealed, and still that record.
 
     Every byte counts, blanks too: the file must be what `write_json` makes of its content. The digest finds damage and
     careless edits. It is not a signature: who can write the file can compute the digest.
     """
-    record = read_record(path, schema)
     with suppress(ValueError):  # a number with a changed exponent may be infinite, which no JSON can hold
         if path.read_bytes() == record.file_bytes() and record.sha256 == record.digest():
             return record
