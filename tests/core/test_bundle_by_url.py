@@ -293,6 +293,16 @@ def test_a_store_takes_no_credentials_from_a_url(url: str) -> None:
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("archive", ["::/folder/a.zip", "::a.zip", ""])
+def test_an_archive_without_a_url_of_its_own_is_not_looked_for_in_the_working_folder(archive: str) -> None:
+    with pytest.raises(InputError) as refused:
+        open_store(f"zip://tiny.vitx{archive}")
+    assert str(refused.value) == (
+        f"cannot open 'zip://tiny.vitx{archive}': behind :: the archive is named by a URL of its own, such as "
+        "::file:///FOLDER/a.zip"
+    )
+
+
 def test_no_error_of_the_command_line_shows_a_password(vitx: Vitx, made: Bundle) -> None:
     out = "http://alice:secret@example.org/out?sig=token"
     code, _, err = vitx("predict", made.path, "x", "--out", out, "--allow-uncertified")

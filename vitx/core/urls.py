@@ -18,6 +18,7 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
     if re.match(r"(s3a?|gs|gcs)://[^/]*@", url):  # no bucket's name has an @, and stores would show it
         raise InputError(f"'{without_password(url)}': credentials of a store come from its own settings, not the URL")
     from fsspec import get_filesystem_class
+    from fsspec.archive import AbstractArchiveFileSystem
     from fsspec.core import url_to_fs
 
     try:
@@ -25,6 +26,8 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
             system, path = url_to_fs(url, **options)
         else:  # which would take any other two colons for one: of an IPv6 address, or of a key
             kind = get_filesystem_class(url.partition("://")[0])
+            if issubclass(kind, AbstractArchiveFileSystem):  # which would open the working folder
+                raise ValueError("behind :: the archive is named by a URL of its own, such as ::file:///FOLDER/a.zip")
             system, path = kind(**kind._get_kwargs_from_urls(url), **options), kind._strip_protocol(url)
     except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
         raise InputError(without_password(f"cannot open '{url}': {error}")) from None
