@@ -271,7 +271,8 @@ def test_a_rollout_needs_the_maps_of_every_block(folder_of: Any, tmp_path: Path)
         ("cait_xxs24_224", {"depth": 1, "img_size": 32}, "rollout", "Cait has no attention and no rollout"),
         ("test_vit4", {"global_pool": "max"}, "attention", "pools its tokens by 'max'"),
         ("test_vit4", {"global_pool": "map"}, "rollout", "pools its tokens by 'attention'"),
-        ("test_vit4", {"num_classes": 0}, "embedding", "has no embedding: its classifier is Identity"),
+        ("test_vit4", {"num_classes": 0}, "embedding", "its classifier is Identity, expected a linear layer"),
+        ("levit_128s", {}, "embedding", "its classifier is NormLinear and NormLinear, expected"),
     ],
 )
 def test_what_a_network_does_not_have_is_refused(

@@ -81,9 +81,10 @@ def classifiers_of(model: nn.Module) -> list[nn.Linear]:
     layers = list(found) if isinstance(found, tuple) else [found]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if len(linear) != len(layers):
+        kinds = " and ".join(type(layer).__name__ for layer in layers)
         raise InputError(
-            f"{type(model).__name__} has no embedding: its classifier is {type(found).__name__}, expected a linear "
-            "layer of features (N, D); leave --output embedding out"
+            f"{type(model).__name__} has no embedding: its classifier is {kinds}, expected a linear layer of features "
+            "(N, D); leave --output embedding out"
         )
     return linear
 
