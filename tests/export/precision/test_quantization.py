@@ -237,6 +237,17 @@ def test_weights_that_are_not_finite_are_named() -> None:
         lower_precision(linear_graph(weight=list(weight)), "int8", random_images(MIN_IMAGES), quiet=True)
 
 
+def test_a_mask_of_infinities_is_not_taken_for_a_damaged_checkpoint() -> None:
+    weight = np.eye(48, dtype=np.float32)
+    weight[3, 4] = -np.inf
+    with pytest.raises(CheckFailed) as refused:
+        lower_precision(linear_graph(weight=list(weight)), "int8", random_images(MIN_IMAGES), quiet=True)
+    assert str(refused.value) == (
+        "the constant 'W' holds 1 of 2304 values of -inf, as a mask does: a lower precision is measured on finite "
+        "values alone; mask with -1e4, or export in fp32"
+    )
+
+
 def test_a_frozen_batch_is_named() -> None:
     with pytest.raises(CheckFailed, match=r"the batch of 'images' is frozen \(2\)"):
         lower_precision(linear_graph(batch=2), "int8", random_images(MIN_IMAGES), quiet=True)

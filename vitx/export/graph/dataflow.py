@@ -147,6 +147,11 @@ def _require_finite(constants: Mapping[str, TensorProto]) -> None:
         if tensor.data_type in FLOATS:
             value = numpy_helper.to_array(tensor)
             bad = int(value.size - np.count_nonzero(np.isfinite(value)))
+            if bad and bad == np.count_nonzero(value == -np.inf):
+                raise CheckFailed(
+                    f"the constant '{name}' holds {bad} of {value.size} values of -inf, as a mask does: a lower "
+                    "precision is measured on finite values alone; mask with -1e4, or export in fp32"
+                )
             if bad:
                 raise CheckFailed(
                     f"the weights '{name}' hold {bad} of {value.size} values that are NaN or infinite: no precision "
