@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
@@ -41,6 +42,7 @@ class Models:
         self.images_asked: list[tuple[str, str, bool]] = []
         self.sessions: list[TableSession] = []
         self.change: Change | None = None
+        self.network: type[nn.Module] | None = None
 
     def open_model(self, path: Path, **options: Any) -> LoadedModel:
         self.opened.append((path, options))
@@ -54,6 +56,7 @@ class Models:
             sha256="0" * 64,
             run=RunFolder(path) if path == RUN else None,
             bundle=self.bundle if path == BUNDLE else None,
+            network=self.network if path == RUN else None,
         )
 
     def open_images(self, data: str, split: str, *, skip_bad: bool, check_size: object) -> ImageSet:
@@ -314,6 +317,23 @@ def test_a_trace_adds_its_notes_and_repairs_what_failed(
     assert json.loads(json.dumps(result.as_json()))["notes"] == list(result.notes)
     checked(BUNDLE, BUNDLE, trace=True)
     assert asked[1][2] is None
+
+
+@pytest.mark.parametrize(
+    ("network", "pair", "reason"),
+    [
+        (nn.Identity, (RUN, BUNDLE), "Identity has no list of blocks to trace: layers cannot be compared"),
+        (None, (BUNDLE, RUN), "--trace looks into a bundle's graph: give a bundle as the candidate"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_before_all_images_are_compared(
+    models: Models, network: type[nn.Module] | None, pair: tuple[Path, Path], reason: str
+) -> None:
+    models.network = network
+    with pytest.raises(InputError) as caught:
+        checked(*pair, trace=True)
+    assert str(caught.value) == reason
+    assert [session.batches for session in models.sessions] == [[], []]
 
 
 def test_the_report_of_a_trace_lists_nodes_layers_and_notes(

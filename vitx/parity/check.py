@@ -17,7 +17,7 @@ from vitx.parity.loaded_model import LoadedModel, open_model, require_run
 from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison, compare_served, serving
 from vitx.parity.statistics import images_needed
-from vitx.parity.trace import TraceResult, diagnosis_note, measure_token_similarity, trace
+from vitx.parity.trace import TraceResult, diagnosis_note, measure_token_similarity, require_layers, trace
 from vitx.parity.verdict import check_rate
 from vitx.runtimes.session import executable_of
 
@@ -71,6 +71,8 @@ def check_parity(
         images = sample_images(split, options.images, options.max_flip_rate)
         if max(options.batch_sizes, default=0) > len(images):
             raise InputError(f"--batch-sizes {max(options.batch_sizes)}: expected at most the {len(images)} images")
+        if options.trace:
+            require_layers(reference, candidate, images)
         result = _measure(reference, candidate, images, options, whole=len(images) == len(split), quiet=quiet)
     if options.report is not None:
         title = f"Parity of {candidate_path} with {reference_path}"

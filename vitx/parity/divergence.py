@@ -117,6 +117,12 @@ def require_block_names(graph: onnx.ModelProto, model: nn.Module) -> None:
         )
 
 
+def check_layers(model: nn.Module, preprocessing: Preprocessing, graph: onnx.ModelProto, images: UInt8Array) -> None:
+    """Raise the InputError of `trace_layers`, if it would, on few images uint8 (n, S, S, 3)."""
+    require_block_names(graph, model)
+    _Network(model, preprocessing).tensors(images)
+
+
 def trace_layers(
     model: nn.Module,
     preprocessing: Preprocessing,

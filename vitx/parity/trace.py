@@ -160,6 +160,20 @@ def diagnosis_note(
     return str(found) if found.cause or not traced else "no common mistake explains it"
 
 
+def require_layers(reference: LoadedModel, candidate: LoadedModel, images: ImageSet) -> None:
+    """Raise the InputError of a `trace` whose layers cannot be compared, before all images are."""
+    if candidate.bundle is None:
+        raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
+    if reference.network is None or not _runs_model(candidate):
+        return
+    import onnx
+
+    from vitx.parity.divergence import check_layers
+
+    graph, one = onnx.load(str(candidate.bundle.model_path)), images.evenly_spaced(1)
+    check_layers(reference.network(), reference.preprocessing, graph, _pixels(one, reference.preprocessing))
+
+
 def trace(
     reference: LoadedModel,
     candidate: LoadedModel,
