@@ -28,11 +28,13 @@ from vitx.parity.replay import Replay, ReplayedNumber, certified_images, replay,
 
 IMAGES = numbered_images([index % 4 for index in range(40)], LABELS)
 REFERENCE = np.random.default_rng(1).integers(-8, 8, (40, 4)).astype(np.float32)
-CANDIDATE = REFERENCE.copy()
-CANDIDATE[3, :] = (0, 1, 2, 3)  # a flip in every pass, to the label
-ALONE = {1: {39: (9, 8, 7, 6)}}  # a flip of the last image, alone
+MOVE = 2.0**-15  # less than float32 is allowed, and exact beside these logits
+REFERENCE[3], REFERENCE[39] = (0, 1, 2 + MOVE, 2), (0, 1, 2, 2 + MOVE)
+CANDIDATE = REFERENCE - np.array([0, 0, 0, MOVE / 2], np.float32)  # of equal logits the first is the class
+CANDIDATE[3], CANDIDATE[39] = (0, 1, 2, 2 + MOVE), REFERENCE[39]  # a flip in every pass, to the label
+ALONE = {1: {39: (0, 1, 2 + MOVE, 2)}}  # a flip of the last image, alone
+SIZES = (1, 2, 7, 32)
 TOKENS = TokenSimilarity(images=1, layers=("a",), reference=(0.5,), candidate=(0.75,), allowed=0.125)
-REFERENCE[39], CANDIDATE[39] = (0, 1, 2, 3), (0, 1, 2, 3)
 
 
 def reference_model(**changes: Any) -> LoadedModel:
@@ -43,7 +45,7 @@ def reference_model(**changes: Any) -> LoadedModel:
 def candidate_session() -> TableSession:
     def shuffled(numbers: list[int], logits: Any) -> None:
         if 7 in numbers and numbers != sorted(numbers):
-            logits[numbers.index(7), 0] += 0.25
+            logits[numbers.index(7), 0] += MOVE
 
     return TableSession(CANDIDATE, at_batch=ALONE, change=shuffled)
 
@@ -54,7 +56,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def certified() -> Certificate:
-    criteria = AcceptanceCriteria(batch_sizes=(1, 8), max_flip_rate=0.25, max_logit_error=20.0)
+    criteria = AcceptanceCriteria(batch_sizes=SIZES, max_flip_rate=0.25)
     return certify(
         TableSession(REFERENCE),
         candidate_session(),
@@ -79,47 +81,88 @@ def test_a_certificate_is_reproduced_number_by_number(bundle: Bundle) -> None:
     assert [(number.name, number.certified) for number in found] == [
         ("verdict", "pass"),
         ("images", 40),
+        ("batch sizes", "1, 2, 7, 32; all images at 32"),
         ("top-1 of the reference", expected.accuracy_reference),
         ("top-1 of the candidate", expected.accuracy_candidate),
+        ("McNemar's p", 1.0),
         ("flips", 2),
         ("flip rate bound", expected.flip_rate_bound),
+        ("images of another class in other batches", "1 of 40"),
+        ("bound on their rate", expected.probe_flip_rate_bound),
         ("class of every image, sha256", expected.classes_sha256[:16]),
-        ("largest logit error", expected.max_logit_error),
+        ("logit error allowed", 1e-4),
+        ("largest logit error", MOVE),
+        *((f"at batch size {size}", MOVE) for size in SIZES),
         ("mean logit error", expected.mean_logit_error),
-        ("largest change by neighbours", 0.25),
+        ("largest change by neighbours", MOVE),
+        ("largest change by place", MOVE),
+        ("smallest cosine", expected.min_cosine),
+        ("mean cosine", expected.mean_cosine),
+        ("ECE of the reference", expected.ece_reference),
+        ("ECE of the candidate", expected.ece_candidate),
     ]
     assert [number.seen for number in found] == [number.certified for number in found]
-    alone = replay(bundle, certified(), IMAGES, candidate_session(), quiet=True)
-    assert [(number.name, number.certified, number.seen, number.agrees) for number in alone] == [
-        ("images", 40, 40, True),
-        ("flip rate bound", expected.flip_rate_bound, expected.flip_rate_bound, True),
-        ("top-1 of the candidate", expected.accuracy_candidate, expected.accuracy_candidate, True),
-        ("class of every image, sha256", expected.classes_sha256[:16], expected.classes_sha256[:16], True),
+
+
+def test_the_candidate_alone_shows_its_own_numbers_and_what_follows_from_the_flips(bundle: Bundle) -> None:
+    expected = certified()
+    alone = replay(bundle, expected, IMAGES, candidate_session(), quiet=True)
+    assert all(number.agrees and number.seen == number.certified for number in alone)
+    assert [(number.name, number.certified) for number in alone] == [
+        ("verdict", "pass"),
+        ("images", 40),
+        ("top-1 of the reference", expected.accuracy_reference),
+        ("top-1 of the candidate", expected.accuracy_candidate),
+        ("McNemar's p", 1.0),
+        ("flip rate bound", expected.flip_rate_bound),
+        ("bound on their rate", expected.probe_flip_rate_bound),
+        ("class of every image, sha256", expected.classes_sha256[:16]),
+        ("logit error allowed", 1e-4),
+        ("largest logit error", MOVE),
+        ("ECE of the candidate", expected.ece_candidate),
     ]
+
+
+FLIP, LAST = certified().flips
+OTHER_LABEL = FLIP.model_copy(update={"label": 1})
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "names"),
     [
-        ({"verdict": "fail"}, "verdict"),
-        ({"max_flip_rate": 0.08}, "verdict"),
-        ({"max_logit_error_allowed": 0.5}, "verdict"),
-        ({"token_similarity": TOKENS}, "verdict"),
-        ({"images": 41}, "images"),
-        ({"accuracy_reference": 0.5}, "top-1 of the reference"),
-        ({"accuracy_candidate": 0.5}, "top-1 of the candidate"),
-        ({"flips": ()}, "flips"),
-        ({"flips": certified().flips[:1]}, "flips"),
-        ({"flips": (certified().flips[0], certified().flips[0].model_copy(update={"key": "image 5"}))}, "flips"),
-        ({"flip_rate_bound": 0.001}, "flip rate bound"),
-        ({"classes_sha256": "0" * 64}, "class of every image, sha256"),
-        ({"max_logit_error": certified().max_logit_error / 4.001}, "largest logit error"),
-        ({"mean_logit_error": certified().mean_logit_error / 4.001}, "mean logit error"),
-        ({"max_neighbour_error": 0.062}, "largest change by neighbours"),
+        ({"verdict": "fail"}, ["verdict"]),
+        ({"max_flip_rate": 0.08}, ["verdict"]),
+        ({"max_logit_error_allowed": 0.5}, ["logit error allowed"]),
+        ({"token_similarity": TOKENS}, ["verdict", "change of CosSim allowed"]),
+        ({"images": 41}, ["images"]),
+        ({"batch_sizes": (1, 2, 32)}, ["batch sizes"]),
+        ({"batch_size": 7}, ["batch sizes"]),
+        ({"accuracy_reference": 0.5}, ["top-1 of the reference"]),
+        ({"accuracy_candidate": 0.5}, ["top-1 of the candidate"]),
+        ({"mcnemar_p": 0.5}, ["McNemar's p"]),
+        ({"flips": ()}, ["flips"]),
+        ({"flips": (FLIP,)}, ["flips"]),
+        ({"flips": (FLIP, FLIP.model_copy(update={"key": "image 5"}))}, ["flips"]),
+        ({"flips": (OTHER_LABEL, LAST)}, ["flips"]),
+        ({"flip_rate_bound": 0.001}, ["flip rate bound"]),
+        ({"probe_flips": 0}, ["images of another class in other batches"]),
+        ({"probe_images": 400}, ["images of another class in other batches"]),
+        ({"probe_flip_rate_bound": 0.001}, ["bound on their rate"]),
+        ({"classes_sha256": "0" * 64}, ["class of every image, sha256"]),
+        ({"max_logit_error": MOVE / 4.001}, ["largest logit error"]),
+        ({"max_logit_error_by_batch_size": {1: 0.0, 2: MOVE, 7: MOVE, 32: MOVE}}, ["at batch size 1"]),
+        ({"max_logit_error_by_batch_size": {2: MOVE, 7: MOVE, 32: MOVE}}, ["at batch size 1"]),
+        ({"mean_logit_error": certified().mean_logit_error / 4.001}, ["mean logit error"]),
+        ({"max_neighbour_error": MOVE / 4.001}, ["largest change by neighbours"]),
+        ({"max_position_error": MOVE / 4.001}, ["largest change by place"]),
+        ({"min_cosine": 1.00001}, ["smallest cosine"]),
+        ({"mean_cosine": 1.00001}, ["mean cosine"]),
+        ({"ece_reference": certified().ece_reference - 0.06}, ["ECE of the reference"]),
+        ({"ece_candidate": certified().ece_candidate - 0.06}, ["ECE of the candidate"]),
     ],
 )
-def test_one_changed_number_alone_is_noticed(bundle: Bundle, changes: dict[str, Any], name: str) -> None:
-    assert disagreeing(bundle, reference_model(), **changes) == [name]
+def test_one_changed_number_alone_is_noticed(bundle: Bundle, changes: dict[str, Any], names: list[str]) -> None:
+    assert disagreeing(bundle, reference_model(), **changes) == names
 
 
 @pytest.mark.parametrize(
@@ -128,13 +171,34 @@ def test_one_changed_number_alone_is_noticed(bundle: Bundle, changes: dict[str, 
         ({"images": 41}, ["images"]),
         ({"flip_rate_bound": 0.001}, ["flip rate bound"]),
         ({"accuracy_candidate": 0.5}, ["top-1 of the candidate"]),
+        ({"accuracy_reference": 0.5}, ["top-1 of the reference"]),
+        ({"mcnemar_p": 0.5}, ["McNemar's p"]),
         ({"classes_sha256": "0" * 64}, ["class of every image, sha256"]),
+        ({"ece_candidate": certified().ece_candidate - 0.06}, ["ECE of the candidate"]),
+        ({"probe_flip_rate_bound": 0.001}, ["bound on their rate"]),
+        ({"probe_images": 0, "probe_flips": 3}, ["verdict", "bound on their rate"]),
         # Without its flips the bound and the accuracy of the classes in the main pass are others.
-        ({"flips": certified().flips[:1]}, ["flip rate bound", "top-1 of the candidate"]),
+        ({"flips": (FLIP,)}, ["top-1 of the candidate", "flip rate bound"]),
+        ({"flips": (FLIP, LAST) * 30}, ["verdict", "flip rate bound"]),
+        # What it says of itself must hold: its verdict, and the limit of its precision.
+        ({"verdict": "fail"}, ["verdict"]),
+        ({"max_flip_rate": 0.08}, ["verdict"]),
+        ({"max_neighbour_error": 1e-3}, ["verdict"]),
+        ({"max_logit_error_allowed": 0.5}, ["logit error allowed"]),
+        ({"max_logit_error": 0.0}, ["largest logit error"]),
+        ({"max_logit_error_by_batch_size": {1: 1e-3}, "max_logit_error": 1e-3}, ["verdict"]),
     ],
 )
 def test_the_candidate_alone_notices_its_own_numbers(bundle: Bundle, changes: dict[str, Any], names: list[str]) -> None:
     assert disagreeing(bundle, None, **changes) == names
+
+
+def test_below_float32_a_limit_follows_from_the_logits_of_the_reference(bundle: Bundle) -> None:
+    lowered = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": "int8"}))
+    allowed = 0.5 * float(REFERENCE.std())
+    for limit, names in ((allowed, []), (allowed * 1.01, ["logit error allowed"])):
+        assert disagreeing(lowered, reference_model(), max_logit_error_allowed=limit) == names
+        assert disagreeing(lowered, None, max_logit_error_allowed=limit) == []
 
 
 def test_errors_may_be_four_times_the_certified_ones_or_a_millionth(bundle: Bundle) -> None:
@@ -164,7 +228,7 @@ def test_batches_are_those_of_the_certificate(bundle: Bundle) -> None:
     for batch_size, sizes in ((8, [8] * 5), (0, [32, 8]), (16, [16, 16, 8])):
         session = candidate_session()
         certificate = certified().model_copy(update={"batch_size": batch_size})
-        assert [number.agrees for number in replay(bundle, certificate, IMAGES, session, quiet=True)] == [True] * 4
+        assert all(number.agrees for number in replay(bundle, certificate, IMAGES, session, quiet=True))
         assert [len(batch) for batch in session.batches] == sizes
 
 
@@ -335,7 +399,7 @@ def test_bundle_and_run_are_given_in_either_order(
         ("reference", path, 40, run, "cpu"),
         ("candidate", path, {"device": "cpu", "use_twin": True}),
     ]
-    assert (found.bundle.path, len(found.numbers), all(number.agrees for number in found.numbers)) == (path, 10, True)
+    assert (found.bundle.path, len(found.numbers), all(number.agrees for number in found.numbers)) == (path, 24, True)
     assert [session.was_freed for session in sessions] == [True, True]
     assert capsys.readouterr().err.startswith("verify: against a run\n")
 
@@ -345,7 +409,7 @@ def test_a_bundle_alone_is_verified(
 ) -> None:
     path, asked, sessions = verified
     found = verify_certificate(path, None, ParityOptions())
-    assert (asked[0], len(found.numbers)) == (("reference", path, 40, None, "auto"), 4)
+    assert (asked[0], len(found.numbers)) == (("reference", path, 40, None, "auto"), 11)
     assert [session.was_freed for session in sessions] == [False, True]
     assert capsys.readouterr().err == "verify: no run at hand: the candidate alone\n"
     verify_certificate(path, None, ParityOptions(), quiet=True)

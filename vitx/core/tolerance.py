@@ -4,6 +4,9 @@ from vitx.core.bundle import Precision
 
 # The largest logit error allowed below float32, in standard deviations of the reference's logits (docs/parity.md).
 SHARE_OF_STD: dict[Precision, float] = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
+# The largest change of a layer's CosSim that passes: rounding moves it by about the square of a tensor's relative
+# error, so 8 bits (some 0.1 to 0.2 a tensor) may move it by 0.05 and float32 not at all.
+SIMILARITY_ALLOWED: dict[Precision, float] = {"fp32": 1e-3, "fp16": 0.01, "bf16": 0.02, "int8": 0.05, "fp8": 0.05}
 
 MAX_LOGIT_ERROR = 1e-4
 # The cosine distance of a vector that is off by 4.5e-5 of its length, of which rounding in float32 is a small part.

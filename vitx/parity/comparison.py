@@ -148,6 +148,15 @@ def difference(a: Float32Array, b: Float32Array) -> Float32Array:
     return distance
 
 
+def answers_ece(confidence: Float64Array, correct: npt.NDArray[np.bool_]) -> float:
+    """The expected calibration error (docs/maths.md §5.2) of N images.
+
+    It needs an image's confidence and whether it was right, so two classes stand for all.
+    """
+    two_classes = np.stack([confidence, np.zeros_like(confidence)], axis=1)
+    return calibration_error(two_classes, np.where(correct, 0, 1))
+
+
 @dataclass(frozen=True)
 class _Block:
     """Consecutive images of the split as either model reads them, uint8 (n, S, S, 3); the same array if both agree."""
@@ -261,8 +270,8 @@ class _Statistics:
             mean_logit_error=self.error_sum / self.logit_count,
             min_cosine=float(self.cosine.min()),
             mean_cosine=float(self.cosine.mean()),
-            ece_reference=_ece(self.reference_confidence, self.reference_class == labels),
-            ece_candidate=_ece(self.candidate_confidence, self.candidate_class == labels),
+            ece_reference=answers_ece(self.reference_confidence, self.reference_class == labels),
+            ece_candidate=answers_ece(self.candidate_confidence, self.candidate_class == labels),
             max_neighbour_error=probe.neighbour,
             max_position_error=probe.position,
             not_finite=len(self.not_finite),
@@ -358,12 +367,3 @@ def _cosines(a: Float32Array, b: Float32Array) -> Float64Array:
         lengths = np.sqrt(np.einsum("nc,nc->n", x, x) * squares)
         alike = np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), (x == y).all(axis=1))
     return np.asarray(np.where(np.isfinite(squares), alike.clip(-1, 1), -1.0))
-
-
-def _ece(confidence: Float64Array, correct: npt.NDArray[np.bool_]) -> float:
-    """The expected calibration error (docs/maths.md §5.2) of N images.
-
-    It needs an image's confidence and whether it was right, so two classes stand for all.
-    """
-    two_classes = np.stack([confidence, np.zeros_like(confidence)], axis=1)
-    return calibration_error(two_classes, np.where(correct, 0, 1))

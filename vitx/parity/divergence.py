@@ -24,7 +24,7 @@ from vitx.core.bundle import Base, Precision
 from vitx.core.certificate import TokenSimilarity
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.tolerance import SHARE_OF_STD
+from vitx.core.tolerance import SHARE_OF_STD, SIMILARITY_ALLOWED
 from vitx.export.graph.block_names import EMBEDDING, block_name
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.graph.execution import batches, logits_of, open_session, run_with_outputs
@@ -38,9 +38,6 @@ from vitx.models.similarity import token_similarity
 
 LOGITS = "logits"
 BATCH = 8
-# The largest change of a layer's CosSim that passes: rounding moves it by about the square of a tensor's relative
-# error, so 8 bits (some 0.1 to 0.2 a tensor) may move it by 0.05 and float32 not at all.
-SIMILARITY_ALLOWED: dict[Precision, float] = {"fp32": 1e-3, "fp16": 0.01, "bf16": 0.02, "int8": 0.05, "fp8": 0.05}
 # A mistake in one weight explains a layer's own error if it leaves at most this share of it.
 EXPLAINED = 0.1
 NODES_NAMED = 5

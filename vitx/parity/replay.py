@@ -2,7 +2,7 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
@@ -14,22 +14,45 @@ from vitx.core.console import log
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import sha256_bytes
 from vitx.core.options import Checkpoint
+from vitx.core.probabilities import confidences
 from vitx.core.run import RunFolder
+from vitx.core.tolerance import MAX_LOGIT_ERROR, SIMILARITY_ALLOWED, coarser
 from vitx.data.folder import CheckSize
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.certification import AcceptanceCriteria, certify, check_engines, check_provider
-from vitx.parity.comparison import infer
+from vitx.parity.certification import (
+    AcceptanceCriteria,
+    bundle_batch_sizes,
+    certify,
+    check_engines,
+    check_provider,
+)
+from vitx.parity.comparison import Comparison, answers_ece, infer
 from vitx.parity.executables.listing import CANDIDATES, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 from vitx.parity.options import ParityOptions
-from vitx.parity.statistics import clopper_pearson_upper
-from vitx.parity.verdict import check_labels
+from vitx.parity.verdict import check_labels, judge
 from vitx.runtimes.session import Session, device_name
 
 # A logit error may be this many times the certified one, or this large: another processor sums in another order.
 ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
+ECE_CHANGE = 0.01
 BATCH = 32
+# What the candidate's classes, the certified flips and the precision give where no reference is at hand.
+ALONE = (
+    "verdict",
+    "images",
+    "top-1 of the reference",
+    "top-1 of the candidate",
+    "McNemar's p",
+    "flip rate bound",
+    "bound on their rate",
+    "class of every image, sha256",
+    "logit error allowed",
+    "largest logit error",
+    "ECE of the candidate",
+    "change of CosSim allowed",
+)
 
 
 @dataclass(frozen=True)
@@ -133,11 +156,13 @@ def replay(
 
     With a reference the whole comparison is repeated: flips, accuracies and classes must be the same, errors of logits
     at most four times the certified ones. Without one, the candidate alone is run: its accuracy and its class of every
-    image must be the certified ones, and the bound what the certified flips prove.
+    image must be the certified ones, and bounds, p and verdict what the certified flips and errors give.
     """
     check_labels(images, bundle.manifest.labels)
     if reference is None:
-        return _replay_candidate(bundle, certificate, images, candidate)
+        now = _measured_alone(bundle, certificate, images, candidate)
+        return tuple(number for number in _numbers(bundle, certificate, now) if number.name in ALONE)
+    sizes = [size for size in bundle_batch_sizes(bundle) if size <= len(images)]
     now = certify(
         reference.session,
         candidate,
@@ -145,46 +170,88 @@ def replay(
         reference.preprocessing,
         candidate_preprocessing=bundle.manifest.preprocessing,
         criteria=AcceptanceCriteria(
-            batch_sizes=certificate.batch_sizes,
+            batch_sizes=tuple(sorted({*certificate.batch_sizes, *sizes})),
             max_flip_rate=certificate.max_flip_rate,
-            max_logit_error=certificate.max_logit_error_allowed,
-            precision=bundle.manifest.precision,
+            precision=coarser(reference.precision, bundle.manifest.precision),
         ),
         token_similarity=certificate.token_similarity,
         quiet=quiet,
     )
-    certified_flips, flips = _flipped_keys(certificate), _flipped_keys(now)
-    return (
-        _same("verdict", certificate.verdict, now.verdict),
-        _same("images", certificate.images, now.images),
-        _same("top-1 of the reference", certificate.accuracy_reference, now.accuracy_reference),
-        _same("top-1 of the candidate", certificate.accuracy_candidate, now.accuracy_candidate),
-        ReplayedNumber("flips", len(certified_flips), len(flips), certified_flips == flips),
-        _bound(certificate, now.flip_rate_bound),
-        _same("class of every image, sha256", certificate.classes_sha256[:16], now.classes_sha256[:16]),
-        _near("largest logit error", certificate.max_logit_error, now.max_logit_error),
-        _near("mean logit error", certificate.mean_logit_error, now.mean_logit_error),
-        _near("largest change by neighbours", certificate.max_neighbour_error, now.max_neighbour_error),
-    )
+    return _numbers(bundle, certificate, now)
 
 
-def _replay_candidate(
-    bundle: Bundle, certificate: Certificate, images: ImageSet, candidate: Session
-) -> tuple[ReplayedNumber, ...]:
+def _measured_alone(bundle: Bundle, certificate: Certificate, images: ImageSet, candidate: Session) -> Certificate:
+    """The certificate with what the candidate's classes and the certified flips give, judged anew."""
     size = certificate.batch_size or BATCH
     batches = images.batches(bundle.manifest.preprocessing, size)
-    classes = np.concatenate([infer(candidate, block, size).argmax(axis=1) for block in batches])
+    logits = np.concatenate([infer(candidate, block, size) for block in batches])
+    classes, count = logits.argmax(axis=1), len(images)
     # The certified accuracy counts a flipped image as the class it was moved to, at whatever batch size.
     moved = {flip.key: flip.candidate for flip in certificate.flips}
     counted = [moved.get(key, int(found)) for key, found in zip(images.keys, classes, strict=True)]
-    accuracy = float(np.mean(np.array(counted) == images.labels))
-    digest = sha256_bytes(classes.astype("<i4").tobytes())
-    flips = min(len(certificate.flips), len(images))
+    correct = int((np.array(counted) == images.labels).sum())
+    flips = certificate.flips[:count]
+    lost = sum(flip.reference == flip.label for flip in flips)
+    won = sum(flip.candidate == flip.label for flip in flips)
+    claimed = {each.name: getattr(certificate, each.name, 0) for each in fields(Comparison)}
+    probes = max(1, certificate.probe_images)
+    about = {
+        "images": count,
+        "flips": flips,
+        "probe_images": probes,
+        "probe_flips": min(certificate.probe_flips, probes),
+        "correct_reference": correct + lost - won,
+        "correct_candidate": correct,
+        "only_reference_correct": lost,
+        "only_candidate_correct": won,
+        "ece_candidate": answers_ece(confidences(logits), classes == images.labels),
+        "classes_sha256": sha256_bytes(classes.astype("<i4").tobytes()),
+    }
+    measured = Comparison(**{**claimed, **about})
+    # Below float32 the limit follows from the reference's logits.
+    allowed = MAX_LOGIT_ERROR if bundle.manifest.precision == "fp32" else certificate.max_logit_error_allowed
+    failures, _ = judge(
+        measured,
+        max_flip_rate=certificate.max_flip_rate,
+        max_logit_error=allowed,
+        token_similarity=certificate.token_similarity,
+    )
+    found = {name: getattr(measured, name) for name in Certificate.model_fields if hasattr(measured, name)}
+    verdict = "fail" if failures else "pass"
+    return certificate.model_copy(update={**found, "verdict": verdict, "max_logit_error_allowed": allowed})
+
+
+def _numbers(bundle: Bundle, certified: Certificate, now: Certificate) -> tuple[ReplayedNumber, ...]:
+    flips, seen_flips = _flipped(certified), _flipped(now)
+    tokens = certified.token_similarity
+    by_size = certified.max_logit_error_by_batch_size
     return (
-        _same("images", certificate.images, len(images)),
-        _bound(certificate, clopper_pearson_upper(flips, len(images))),
-        _same("top-1 of the candidate", certificate.accuracy_candidate, accuracy),
-        _same("class of every image, sha256", certificate.classes_sha256[:16], digest[:16]),
+        _same("verdict", certified.verdict, now.verdict),
+        _same("images", certified.images, now.images),
+        _same("batch sizes", _sizes(certified), _sizes(now)),
+        _same("top-1 of the reference", certified.accuracy_reference, now.accuracy_reference),
+        _same("top-1 of the candidate", certified.accuracy_candidate, now.accuracy_candidate),
+        _close("McNemar's p", certified.mcnemar_p, now.mcnemar_p),
+        ReplayedNumber("flips", len(flips), len(seen_flips), flips == seen_flips),
+        _close("flip rate bound", certified.flip_rate_bound, now.flip_rate_bound),
+        _same("images of another class in other batches", _unstable(certified), _unstable(now)),
+        _close("bound on their rate", certified.probe_flip_rate_bound, now.probe_flip_rate_bound),
+        _same("class of every image, sha256", certified.classes_sha256[:16], now.classes_sha256[:16]),
+        # Of half types and 8 bits a share of the standard deviation of logits, which another processor sums otherwise.
+        _close("logit error allowed", certified.max_logit_error_allowed, now.max_logit_error_allowed, within=1e-3),
+        _near("largest logit error", certified.max_logit_error, now.max_logit_error),
+        *(
+            _near(f"at batch size {size}", by_size.get(size, 0.0), error)
+            for size, error in now.max_logit_error_by_batch_size.items()
+        ),
+        _near("mean logit error", certified.mean_logit_error, now.mean_logit_error),
+        _near("largest change by neighbours", certified.max_neighbour_error, now.max_neighbour_error),
+        _near("largest change by place", certified.max_position_error, now.max_position_error),
+        _cosine("smallest cosine", certified.min_cosine, now.min_cosine),
+        _cosine("mean cosine", certified.mean_cosine, now.mean_cosine),
+        _ece("ECE of the reference", certified.ece_reference, now.ece_reference, now.images),
+        _ece("ECE of the candidate", certified.ece_candidate, now.ece_candidate, now.images),
+        *([_same("change of CosSim allowed", tokens.allowed, _allowed_change(bundle))] if tokens else []),
     )
 
 
@@ -216,21 +283,42 @@ def _certified_reference(
     return None
 
 
-def _flipped_keys(certificate: Certificate) -> set[str]:
-    return {flip.key for flip in certificate.flips}
+def _flipped(certificate: Certificate) -> set[tuple[str, int, int, int]]:
+    return {(flip.key, flip.label, flip.reference, flip.candidate) for flip in certificate.flips}
+
+
+def _sizes(certificate: Certificate) -> str:
+    return f"{', '.join(map(str, certificate.batch_sizes))}; all images at {certificate.batch_size}"
+
+
+def _unstable(certificate: Certificate) -> str:
+    return f"{certificate.probe_flips} of {certificate.probe_images}"
+
+
+def _allowed_change(bundle: Bundle) -> float:
+    return SIMILARITY_ALLOWED[bundle.manifest.precision]
 
 
 def _same(name: str, certified: float | str, seen: float | str) -> ReplayedNumber:
-    equal = certified == seen
     if isinstance(certified, float) and isinstance(seen, float):
-        equal = math.isclose(certified, seen, rel_tol=1e-12)
-    return ReplayedNumber(name, certified, seen, equal)
+        return _close(name, certified, seen, within=1e-12)
+    return ReplayedNumber(name, certified, seen, certified == seen)
 
 
-def _bound(certificate: Certificate, seen: float) -> ReplayedNumber:
-    certified = certificate.flip_rate_bound
-    return ReplayedNumber("flip rate bound", certified, seen, math.isclose(certified, seen, rel_tol=1e-6))
+def _close(name: str, certified: float, seen: float, *, within: float = 1e-6) -> ReplayedNumber:
+    return ReplayedNumber(name, certified, seen, math.isclose(certified, seen, rel_tol=within))
 
 
 def _near(name: str, certified: float, seen: float) -> ReplayedNumber:
     return ReplayedNumber(name, certified, seen, seen <= max(ERROR_FACTOR * certified, ERROR_FLOOR))
+
+
+def _cosine(name: str, certified: float, seen: float) -> ReplayedNumber:
+    """The distance 1 − cosine goes with the square of an error."""
+    distance, limit = 1 - seen, max(ERROR_FACTOR**2 * (1 - certified), ERROR_FLOOR)
+    return ReplayedNumber(name, certified, seen, certified <= 1 + ERROR_FLOOR and distance <= limit)
+
+
+def _ece(name: str, certified: float, seen: float, images: int) -> ReplayedNumber:
+    """Rounding may put an image into the next bin: it then counts in two bins otherwise."""
+    return ReplayedNumber(name, certified, seen, abs(certified - seen) <= max(ECE_CHANGE, 2 / images))
