@@ -3,6 +3,7 @@
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -105,6 +106,7 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
         log(f"verify: {against}", quiet=quiet)
         candidate = opened.enter_context(model_from_bundle(bundle, device=options.device, use_twin=True))
         check_provider(candidate, options.device)
+        check_graph(bundle, quiet=quiet)
         numbers = replay(bundle, certificate, images, candidate.session, reference, quiet=quiet)
     listed = {each.executable.runtime for each in certificate.executables}
     runtimes = (*RUNTIMES_BY_DEFAULT, *(name for name in CANDIDATES if name in listed))
@@ -124,6 +126,35 @@ def verify_files(bundle: Bundle) -> Certificate:
     check_engines(bundle)
     bundle.latency()  # raises for a damaged record
     return certificate
+
+
+def check_graph(bundle: Bundle, *, quiet: bool = False) -> None:
+    """Raise CheckFailed where the manifest says another operator set or precision than the bundle's graph has.
+
+    A coarser precision would widen the limit of its logits.
+    """
+    if find_spec("onnx") is None:
+        log("verify: the graph is not held against the manifest's precision: onnx is not installed", quiet=quiet)
+        return
+    import onnx
+
+    from vitx.export.engines.tensorrt_graph import precision_of
+    from vitx.export.graph.dataflow import STANDARD
+
+    graph, manifest = onnx.load(str(bundle.model_path)), bundle.manifest
+    opsets = [entry.version for entry in graph.opset_import if entry.domain in STANDARD]
+    if opsets != [manifest.opset]:
+        raise CheckFailed(
+            f"'{bundle.model_path}' is of opset {', '.join(map(str, opsets))}, and {MANIFEST} says {manifest.opset}: "
+            "export it again"
+        )
+    kept = manifest.islands or manifest.lowering.get("not_quantized")  # perhaps all of it
+    weights = precision_of(graph)
+    holds = weights in ("fp32", "none") if manifest.precision == "fp32" else manifest.precision in weights or kept
+    if not holds:
+        raise CheckFailed(
+            f"'{bundle.model_path}' has weights in {weights}, and {MANIFEST} says {manifest.precision}: export it again"
+        )
 
 
 def certified_images(
