@@ -128,6 +128,15 @@ def test_a_half_graph_has_a_twin_on_a_processor(
     assert len(loaded) == (not twin)
 
 
+@pytest.mark.parametrize(("content", "reason"), [(b"no graph at all", ": "), (b"", ": it is of no operator set")])
+def test_what_is_no_graph_has_no_twin(bundle: Bundle, tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    half = Bundle(tmp_path, bundle.manifest.model_copy(update={"precision": "fp16"}))
+    with pytest.raises(InputError) as caught:
+        model_from_bundle(half, device="cpu", use_twin=True)
+    assert str(caught.value).startswith(f"'{half.model_path}' is not an ONNX graph{reason}")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     info = RunInfo(

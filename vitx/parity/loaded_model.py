@@ -124,12 +124,13 @@ def _twin_session(bundle: Bundle, device: str) -> Session | None:
         return None
     import onnx
 
+    from vitx.export.graph.dataflow import read_onnx
     from vitx.export.precision.half import cpu_twin
     from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 
     with tempfile.TemporaryDirectory() as folder:
         twin = Path(folder) / "float32 twin.onnx"
-        onnx.save(cpu_twin(onnx.load(str(bundle.model_path))), str(twin))
+        onnx.save(cpu_twin(read_onnx(bundle.model_path)), str(twin))
         return OnnxRuntimeSession(bundle, device="cpu", graph=twin)
 
 

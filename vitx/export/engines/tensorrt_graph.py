@@ -7,7 +7,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from vitx.core.errors import InputError
-from vitx.export.graph.dataflow import attribute
+from vitx.export.graph.dataflow import attribute, read_onnx
 
 # Operators that move elements and compute nothing: they commute with a cast.
 _MOVES = ("Transpose", "Reshape")
@@ -29,13 +29,9 @@ def load_for_tensorrt(path: Path) -> onnx.ModelProto:
     precision. Raises InputError if the file is no ONNX graph or has an `Attention` with a mask, a cache or a soft cap.
     """
     try:
-        model = onnx.load(str(path))
+        model = read_onnx(path)
     except FileNotFoundError:
         raise InputError(f"no ONNX graph at '{path}'") from None
-    except Exception as error:
-        if type(error).__name__ != "DecodeError":  # protobuf's own, under a name that differs between its versions
-            raise
-        raise InputError(f"'{path}' is not an ONNX graph: {error}") from None
     cast_before_moving(model.graph)
     write_attention_out(model)
     return model

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 
 STANDARD = ("", "ai.onnx")
 # The end of a tensor's name where an island of a half graph reads it in float32.
@@ -99,6 +100,19 @@ def captured(node: onnx.NodeProto) -> set[str]:
             for inner in body.node:
                 found.update((*inner.input, *captured(inner)))
     return found
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """Read a graph; raise InputError for a file that holds none."""
+    try:
+        model = onnx.load(str(path))
+    except Exception as error:
+        if type(error).__name__ != "DecodeError":  # protobuf's own, under a name that differs between its versions
+            raise
+        raise InputError(f"'{path}' is not an ONNX graph: {error}") from None
+    if not model.opset_import:  # no bytes at all are a message too
+        raise InputError(f"'{path}' is not an ONNX graph: it is of no operator set")
+    return model
 
 
 def opset_of(model: onnx.ModelProto) -> int:
