@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -224,9 +224,9 @@ def _measured_alone(bundle: Bundle, certificate: Certificate, images: ImageSet, 
     flips = certificate.flips[:count]
     lost = sum(flip.reference == flip.label for flip in flips)
     won = sum(flip.candidate == flip.label for flip in flips)
-    claimed = {each.name: getattr(certificate, each.name, 0) for each in fields(Comparison)}
+    claimed: dict[str, Any] = {each.name: getattr(certificate, each.name, 0) for each in fields(Comparison)}
     probes = max(1, certificate.probe_images)
-    about = {
+    about: dict[str, Any] = {
         "images": count,
         "flips": flips,
         "probe_images": probes,
