@@ -279,7 +279,7 @@ def opened(out: Path, **options: Any) -> Any:
 
 def overwrite(out: Path) -> None:
     with opened(out, overwrite=True) as ledger:
-        open_run(ledger, out, {}, lambda share: Inventory("", (Shard("tar", "a.tar"),)))
+        open_run(ledger, out, {"input": "a.tar"}, lambda share: Inventory("", (Shard("tar", "a.tar"),)))
 
 
 def test_overwriting_is_refused_while_a_job_of_several_works(tmp_path: Path) -> None:
