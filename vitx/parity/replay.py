@@ -30,6 +30,7 @@ from vitx.parity.certification import (
 )
 from vitx.parity.comparison import Comparison, answers_ece, infer
 from vitx.parity.executables.listing import CANDIDATES, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
+from vitx.parity.executables.refuted import refuted
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 from vitx.parity.options import ParityOptions
 from vitx.parity.verdict import check_labels, judge
@@ -70,8 +71,8 @@ class ReplayedNumber:
 class Replay:
     """The certificate of one bundle, number by number, and the verdicts on all its executables.
 
-    Those of this machine are found anew by the witness set; those of others are as the certificate says. refused: the
-    candidates that failed when the bundle was made, which nothing runs.
+    Those of this machine are found anew by the witness set, and fail where they do not load; those of others are as the
+    certificate says. refused: the candidates that failed when the bundle was made, which nothing runs.
     """
 
     bundle: Bundle
@@ -110,7 +111,9 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
         numbers = replay(bundle, certificate, images, candidate.session, reference, quiet=quiet)
     listed = {each.executable.runtime for each in certificate.executables}
     runtimes = (*RUNTIMES_BY_DEFAULT, *(name for name in CANDIDATES if name in listed))
-    here = verdicts_of_bundle(bundle, certificate.max_flip_rate, device_name(options.device), runtimes, quiet=quiet)
+    device = device_name(options.device)
+    here = verdicts_of_bundle(bundle, certificate.max_flip_rate, device, runtimes, quiet=quiet)
+    here += refuted(bundle, certificate.executables, here, device)
     failed = [each.executable for each in certificate.executables if each.verdict == "fail"]
     refused = tuple(each for each in failed if each.runtime in CANDIDATES)
     return Replay(bundle, numbers, merged(certificate.executables, here), refused)
