@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -284,6 +284,35 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/tiny.vitx"
         with pytest.raises(EnvironmentMissing, match=f"cannot read '{url}/{MANIFEST}'"):
             local_bundle(url)
+
+
+def test_an_archive_on_a_server_that_is_not_reached_is_no_mistake_of_who_named_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    for scheme in ("http", "https"):
+        with pytest.raises(EnvironmentMissing) as refused:
+            open_store(f"zip://tiny.vitx::{scheme}://alice:secret@127.0.0.1:{port}/a.zip")
+        assert f"cannot read 'zip://tiny.vitx::{scheme}://127.0.0.1:{port}/a.zip': Cannot connect" in str(refused.value)
+
+
+@pytest.mark.parametrize("status", [404, 403, 503])
+def test_what_the_server_of_an_archive_answers_decides_whose_mistake_it_is(status: int) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *text: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(EnvironmentMissing if status == 503 else InputError):
+                open_store(f"zip://tiny.vitx::http://127.0.0.1:{server.server_port}/a.zip")
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("url", ["s3://user:secret@bucket/a.vitx", "gs://secret@bucket/a.vitx"])

@@ -5,13 +5,14 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import EnvironmentMissing, InputError, missing_package
 
 
 def open_store(url: str, **options: Any) -> tuple[Any, str]:
     """Return the fsspec file system of a URL and the path in it; fsspec keeps the file system of each store.
 
-    options: of the file system. Raises InputError for a URL that nothing here opens.
+    options: of the file system. Raises InputError for a URL that nothing here opens, EnvironmentMissing where the
+    server of an archive does not answer.
     """
     if importlib.util.find_spec("fsspec") is None:
         raise missing_package("fsspec", "serve")
@@ -30,8 +31,17 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
                 raise ValueError("behind :: the archive is named by a URL of its own, such as ::file:///FOLDER/a.zip")
             system, path = kind(**kind._get_kwargs_from_urls(url), **options), kind._strip_protocol(url)
     except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
+        if _is_no_answer(error.__cause__):  # fsspec says of the archive's server that the file is not there
+            raise EnvironmentMissing(without_password(f"cannot read '{url}': {error.__cause__}")) from None
         raise InputError(without_password(f"cannot open '{url}': {error}")) from None
     return system, str(path)
+
+
+def _is_no_answer(cause: BaseException | None) -> bool:
+    """Whether a server was not reached, broke off or failed, and did not refuse what it was asked for."""
+    if isinstance(cause, FileNotFoundError | PermissionError | ValueError) or 400 <= getattr(cause, "status", 0) < 500:
+        return False
+    return isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
 
 
 def without_password(text: str) -> str:
