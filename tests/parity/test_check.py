@@ -1,6 +1,7 @@
 """`check_parity` without networks: which pair is written, which images are taken, what a failure says."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,6 +129,21 @@ def test_batch_sizes_that_are_left_out_are_said_and_no_verdict_on_a_runtime_is_w
         checked(batch_sizes=sizes, runtime="openvino")
         (verdict,) = read_certificate(models.bundle.path / CERTIFICATE).executables
         assert verdict.verdict == word
+
+
+@pytest.mark.parametrize("options", [{}, {"runtime": "openvino"}])
+def test_a_bundle_that_cannot_be_written_is_compared_and_the_certificate_that_it_had_stays(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    """Volumes of clusters are mounted for reading alone: what took minutes is told all the same."""
+    checked()
+    before = (models.bundle.path / CERTIFICATE).read_bytes()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != models.bundle.path)
+    result = checked(**options)
+    assert (result.written, result.certificate.verdict, result.failures) == (False, "pass", ())
+    said = "parity: nothing is written into the bundle, it is read-only here: compare a copy that can be written\n"
+    assert capsys.readouterr().err == said
+    assert (models.bundle.path / CERTIFICATE).read_bytes() == before
 
 
 def test_a_bundle_whose_plan_takes_one_image_is_certified_as_any_other(models: Models) -> None:

@@ -1,5 +1,6 @@
 """What `vitx parity REFERENCE CANDIDATE` does: certify, and on request compare over HTTP, trace and write a report."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ def _measure(
     quiet: bool,
 ) -> ParityResult:
     # A bundle carries what is of the whole split, all its batch sizes, and the runtime it is served in by default.
-    kept = reference.run is not None and whole and _all_sizes_run(candidate, images, options, quiet=quiet)
+    kept = reference.run is not None and whole and _can_be_kept(candidate, images, options, quiet=quiet)
     write = kept and options.runtime is None
     certificate = _certify(reference, candidate, images, options, write=write, quiet=quiet)
     if kept and options.runtime is not None:
@@ -111,12 +112,16 @@ def _measure(
     return ParityResult(reference, candidate, certificate, write, failures, notes, served, traced)
 
 
-def _all_sizes_run(candidate: LoadedModel, images: ImageSet, options: ParityOptions, *, quiet: bool) -> bool:
-    """Whether a bundle is run at every batch size of its certificate; where `--batch-sizes` leaves some out, say so."""
+def _can_be_kept(candidate: LoadedModel, images: ImageSet, options: ParityOptions, *, quiet: bool) -> bool:
+    """Whether a bundle can be written, and is run at every batch size of its certificate; otherwise say what not."""
     if candidate.bundle is None:
         return False
-    if left_out := sizes_left_out(candidate.bundle, len(images), options.batch_sizes):
+    left_out = sizes_left_out(candidate.bundle, len(images), options.batch_sizes)
+    if left_out:
         log(f"parity: nothing is written into the bundle: --batch-sizes leaves out {', '.join(left_out)}", quiet=quiet)
+    elif not os.access(candidate.bundle.path, os.W_OK):
+        log("parity: nothing is written into the bundle, it is read-only here: compare a copy that can be written")
+        return False
     return not left_out
 
 
