@@ -296,6 +296,21 @@ def test_a_parser_error_names_the_node(tmp_path: Path) -> None:
     assert not (tmp_path / "a.plan").exists()
 
 
+def test_a_parser_error_of_a_bf16_graph_names_the_precisions_that_take_more(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    path = one_node_graph(tmp_path / "g.onnx", helper.make_node("MatMul", ["half", "weight"], ["product"]))
+    model = onnx.load(path)
+    before = helper.make_node("Cast", ["images"], ["half"], to=TensorProto.BFLOAT16)
+    model.graph.node.insert(0, before)
+    model.graph.node.append(helper.make_node("HardSwish", ["product"], ["swish"], name="stem.act"))
+    model.graph.node.append(helper.make_node("Cast", ["swish"], ["y"], to=TensorProto.FLOAT))
+    model.graph.initializer.append(helper.make_tensor("weight", TensorProto.BFLOAT16, [3, 3], [1.0] * 9))
+    model.opset_import[0].version = 22
+    onnx.save(model, path)
+    with pytest.raises(InputError, match=r"\(HardSwish\).*: it takes fewer operators in bf16, export with --precision"):
+        engine_from_onnx(path, tmp_path / "a.plan", flavor=RTX, quiet=True)
+
+
 def test_bad_graphs(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     frozen = one_node_graph(tmp_path / "f.onnx", helper.make_node("Relu", ["images"], ["y"]), batch=4)

@@ -16,6 +16,7 @@ from vitx.core.machine import local_architectures
 from vitx.core.tensorrt_plan import EXTRAS, FLAVORS, MODULES, Flavor, PlanOptions, Profile
 from vitx.export.engines.architectures import parse_architectures
 from vitx.export.engines.build_log import BuildLog, BuildProgress
+from vitx.export.engines.tensorrt_graph import precision_of
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -123,9 +124,13 @@ class Library:
         parser = self.trt.OnnxParser(network, logger)
         if not parser.parse(job.model.SerializeToString()):
             errors = [parser.get_error(index) for index in range(parser.num_errors)]
+            # In bfloat16 it takes fewer operators, HardSwish not.
+            half = "bf16" in precision_of(job.model)
+            remedy = ": it takes fewer operators in bf16, export with --precision fp16 or fp32" if half else ""
             raise InputError(
                 f"{self.flavor} {self.version} cannot parse the graph: "
                 + "; ".join(f"node '{e.node_name()}' ({e.node_operator()}): {_first_line(e.desc())}" for e in errors)
+                + remedy
             )
         return network
 
