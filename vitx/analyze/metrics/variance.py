@@ -66,7 +66,8 @@ def draw_variance(results: Results) -> "Figure":
         for network, record in records.items()
     }
     draw_by_kind(axes, heights, "variance over space")
-    axes.set_yscale("log")
+    if any(value > 0 for record in records.values() for value in record.variance.values()):  # not of a dead network
+        axes.set_yscale("log")
     return figure
 
 
