@@ -180,6 +180,8 @@ def test_bad_input_is_refused() -> None:
         top_eigenvalues(matrix.__matmul__, 2, 5, max_products=4, generator=seeded())
     with pytest.raises(InputError, match="a product with the operator is not finite"):
         top_eigenvalues(lambda vector: vector * math.nan, 2, 1, generator=seeded())
+    with pytest.raises(InputError, match="in the weights or the images or an overflow of float16, which a float32"):
+        top_eigenvalues(lambda vector: vector * 60000 * 60000, 2, 1, generator=seeded(), dtype=torch.float16)
     with pytest.raises(InputError, match="0 steps and 1 probes"):
         lanczos_quadrature(matrix.__matmul__, 2, steps=0, generator=seeded())
     with pytest.raises(InputError, match=r"the grid's spacing .* is above sigma 0.001: more points"):

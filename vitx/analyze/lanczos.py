@@ -84,7 +84,11 @@ class _Krylov:
         image = self.product(vector).clone()  # the operator may use its own tensor again
         length = _norm(image)
         if not math.isfinite(length):
-            raise InputError("a product with the operator is not finite: NaN or infinity in the weights or the images")
+            what = "NaN or infinity in the weights or the images"
+            overflow = (
+                " or an overflow of float16, which a float32 network has not" if image.dtype == torch.half else ""
+            )
+            raise InputError(f"a product with the operator is not finite: {what}{overflow}")
         self.diagonal.append(float(vector @ image))
         self.largest_image = max(self.largest_image, length)
         left = self._orthogonalize(image)
