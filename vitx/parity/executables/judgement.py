@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
 
 import numpy as np
 
@@ -58,9 +58,22 @@ def judge_executable(
     precision = coarser(bundle.manifest.precision, _precision(executable))
     allowed = allowed_logit_error(precision, info.logit_std)
     outputs = _judged_outputs(bundle, witness, run, precision)
+    verdict_of = partial(
+        Verdict,
+        executable=executable,
+        evidence="witness set",
+        images=count,
+        population=info.population,
+        max_flip_rate=rate,
+        max_logit_error_allowed=allowed,
+        images_per_second=1 / run.seconds,
+        outputs=outputs,
+        machine=describe_machine(),
+        created=timestamp(),
+    )
     if run.logits.shape != witness.logits.shape:
         other = (f"logits {run.logits.shape} where the checkpoint has {witness.logits.shape}",)
-        return _verdict(witness, executable, "fail", other, run, rate, allowed, outputs=outputs)
+        return verdict_of(verdict="fail", reasons=other, max_logit_error=NOT_FINITE_ERROR)
     finite = bool(np.isfinite(run.logits).all() and np.isfinite(run.alone).all())
     error = _largest_error(witness, run) if finite else NOT_FINITE_ERROR
     census, sample = _flips(witness, run)
@@ -78,10 +91,13 @@ def judge_executable(
         *((outputs[name].verdict == "pass", text) for name, text in reasons_of(outputs).items()),
     )
     failures = tuple(text for holds, text in checks if not holds)
-    reasons: tuple[str, ...] = failures or tuple(text for _, text in checks)
-    measured: dict[str, Any] = {"flips": census + sample, "flip_rate_bound": bound}
-    measured |= {"max_logit_error": error, "outputs": outputs}
-    return _verdict(witness, executable, "fail" if failures else "pass", reasons, run, rate, allowed, **measured)
+    return verdict_of(
+        verdict="fail" if failures else "pass",
+        reasons=failures or tuple(text for _, text in checks),
+        flips=census + sample,
+        flip_rate_bound=bound,
+        max_logit_error=error,
+    )
 
 
 def _run(witness: Witness, session: Session, *, quiet: bool) -> _Run:
@@ -142,36 +158,3 @@ def _bound(witness: Witness, census_flips: int, sample_flips: int) -> float:
 def _precision(executable: Executable) -> Precision:
     known: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "int8": "int8", "fp8": "fp8"}
     return known.get(executable.precision, "fp32")
-
-
-def _verdict(
-    witness: Witness,
-    executable: Executable,
-    verdict: Literal["pass", "fail"],
-    reasons: tuple[str, ...],
-    run: _Run,
-    rate: float,
-    allowed: float,
-    *,
-    flips: int = 0,
-    flip_rate_bound: float = 1.0,
-    max_logit_error: float = NOT_FINITE_ERROR,
-    outputs: dict[str, OutputVerdict] | None = None,
-) -> Verdict:
-    return Verdict(
-        executable=executable,
-        verdict=verdict,
-        reasons=reasons,
-        evidence="witness set",
-        images=len(witness),
-        population=witness.info.population,
-        flips=flips,
-        flip_rate_bound=flip_rate_bound,
-        max_flip_rate=rate,
-        max_logit_error=max_logit_error,
-        max_logit_error_allowed=allowed,
-        images_per_second=1 / run.seconds,
-        outputs=outputs or {},
-        machine=describe_machine(),
-        created=timestamp(),
-    )
