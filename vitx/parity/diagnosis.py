@@ -103,20 +103,16 @@ def _systematic(expected: Float32Array, found: Float32Array, error: float) -> Di
     return Diagnosis(None, error, error)
 
 
+@dataclass(frozen=True)
 class _ReferenceWithMistakes:
     """The reference with one mistake at a time: (the mistake's description, the logits (n, C) it leads to)."""
 
-    def __init__(
-        self,
-        reference: Session,
-        images: ImageSet,
-        preprocessing: Preprocessing,
-        pixels: UInt8Array,
-        expected: Float32Array,
-        renormalized: Renormalized | None,
-    ) -> None:
-        self.reference, self.images, self.preprocessing = reference, images, preprocessing
-        self.pixels, self.expected, self.renormalized = pixels, expected, renormalized
+    reference: Session
+    images: ImageSet
+    preprocessing: Preprocessing
+    pixels: UInt8Array
+    expected: Float32Array
+    renormalized: Renormalized | None
 
     def all(self) -> Iterator[tuple[str, Float32Array]]:
         yield from self._channels()
