@@ -137,9 +137,7 @@ def trace_layers(
     network = _Network(model, preprocessing)
     require_block_names(graph, model)
     sums = {name: _ErrorSums() for name in network.names}
-    for chunk, values in _tensors_of(graph_on_cpu(graph, precision), network.names, images, fused=precision != "fp8"):
-        expected = network.tensors(chunk)
-        found = _shaped_as(expected, values)
+    for expected, found in _tensors_of_both(network, graph, images, precision):
         for name, value in found.items():
             sums[name].add(expected[name], value, tokens_before_patches(model, expected[name]))
         if own:
@@ -382,30 +380,30 @@ class _Network:
         return output.float().cpu()
 
 
-def _shaped_as(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's tensors in the shapes of the network's, where none of their values is left out."""
-    return {
-        name: value.reshape(expected[name].shape) if value.numel() == expected[name].numel() else value
-        for name, value in found.items()
-    }
+def _tensors_of_both(
+    network: _Network, graph: onnx.ModelProto, images: UInt8Array, precision: Precision
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield the network's tensors of a batch by name, and the graph's: (B, T, D), split again where it joins B and T.
 
-
-def _tensors_of(
-    graph: onnx.ModelProto, names: tuple[str, ...], images: UInt8Array, *, fused: bool
-) -> Iterator[tuple[UInt8Array, dict[str, Tensor]]]:
-    """Yield (images of a batch, the graph's tensors by name): (B, T, D), split again where the graph joins B and T."""
+    The graph's are in the shapes of the network's, where none of their values is left out.
+    """
     watched = onnx.ModelProto()
-    watched.CopyFrom(graph)
-    (output,) = (value.name for value in graph.graph.output)
-    inner = names[:-1]
+    watched.CopyFrom(graph_on_cpu(graph, precision))
+    (output,) = (value.name for value in watched.graph.output)
+    inner = network.names[:-1]
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
-    session = open_session(watched, fused=fused)
+    session = open_session(watched, fused=precision != "fp8")
     (source,) = session.get_inputs()
     for chunk in batches(images, BATCH):
         values = session.run([*inner, output], {source.name: chunk})
         tensors = [torch.from_numpy(value.astype(np.float32)) for value in values]
         joined = [value.reshape(len(chunk), -1, value.shape[-1]) for value in tensors[:-1]]
-        yield chunk, dict(zip(names, (*joined, tensors[-1]), strict=True))
+        expected = network.tensors(chunk)
+        found = {
+            name: value.reshape(expected[name].shape) if value.numel() == expected[name].numel() else value
+            for name, value in zip(network.names, (*joined, tensors[-1]), strict=True)
+        }
+        yield expected, found
 
 
 def _culprit(layers: tuple[LayerError, ...]) -> str:
@@ -425,9 +423,7 @@ def _weight_mistake(
     if culprit in (EMBEDDING, LOGITS):
         return None
     index = network.names.index(culprit)
-    tensors = _tensors_of(graph_on_cpu(graph, precision), network.names, images[:BATCH], fused=precision != "fp8")
-    chunk, values = next(tensors)
-    found = _shaped_as(network.tensors(chunk), values)
+    _, found = next(_tensors_of_both(network, graph, images[:BATCH], precision))
     block_input, block_output = found[network.names[index - 1]], found[culprit]
 
     def own_error(changed: Mapping[str, Tensor]) -> float:
