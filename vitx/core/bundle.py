@@ -51,6 +51,7 @@ CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
 SIGNATURE = "signature.json"
 _WRITTEN_LATER = (MANIFEST, CERTIFICATE, LATENCY, SIGNATURE)
+_READ_EACH_TIME = (MANIFEST, CERTIFICATE, SIGNATURE)  # of a store's bundle
 MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
@@ -319,14 +320,9 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
             raise InputError(f"{path} leads out of the bundle: expected a file in it")
     found = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     names = {path.relative_to(folder).as_posix() for path in found} - listed.keys()
-    unknown = sorted(name for name in names if not _may_be_unlisted(name))
+    unknown = sorted(name for name in names if name not in _WRITTEN_LATER and not is_unfinished(name))
     if unknown:
         raise InputError(f"{folder / unknown[0]} is not listed in {MANIFEST}: remove it, or make the bundle again")
-
-
-def _may_be_unlisted(name: str) -> bool:
-    """What is written after the manifest, and what a killed writer of it left."""
-    return name in _WRITTEN_LATER or is_unfinished(name)
 
 
 def is_unfinished(name: str) -> bool:
@@ -362,7 +358,7 @@ def local_bundle(path: Path | str) -> Path:
     if url is None:
         return Path(path)
     store = _Store(url)
-    heads = {name: content for name in (MANIFEST, CERTIFICATE, SIGNATURE) if (content := store.small(name)) is not None}
+    heads = {name: content for name in _READ_EACH_TIME if (content := store.small(name)) is not None}
     if MANIFEST not in heads:
         raise InputError(f"'{store.url}' is not a bundle: it has no {MANIFEST}, or none that may be read")
     try:
@@ -392,9 +388,7 @@ def _is_copy(folder: Path, heads: Mapping[str, bytes], files: Mapping[str, FileE
 
     What clears a cache may take some files alone. `Bundle.open` verifies the digests.
     """
-    copies = {
-        name: path.read_bytes() for name in (MANIFEST, CERTIFICATE, SIGNATURE) if (path := folder / name).is_file()
-    }
+    copies = {name: path.read_bytes() for name in _READ_EACH_TIME if (path := folder / name).is_file()}
     sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
     return copies == heads and sizes == {name: entry.size for name, entry in files.items()}
 
