@@ -4,9 +4,10 @@ import contextlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_origin
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import Record, read_record
@@ -149,7 +150,7 @@ def _split(override: str) -> tuple[str, str]:
 
 def setting_names(recipe: Recipe) -> list[str]:
     """Every key that `apply_overrides` accepts, dotted; arguments of the model appear as `model.kwargs.NAME`."""
-    return [name for name in _setting_names(recipe, "") if name not in NOT_OVERRIDABLE]
+    return [name for name, _ in setting_fields(type(recipe)) if name not in NOT_OVERRIDABLE]
 
 
 def read_recipe(run: Path) -> Recipe:
@@ -180,15 +181,13 @@ def first_difference(given: Recipe, stored: Recipe, *, ignoring: Collection[str]
     return None
 
 
-def _setting_names(record: Record, prefix: str) -> Iterator[str]:
-    for name in type(record).model_fields:
-        value = getattr(record, name)
-        if isinstance(value, Record):
-            yield from _setting_names(value, f"{prefix}{name}.")
-        elif isinstance(value, dict):
-            yield f"{prefix}{name}.NAME"
+def setting_fields(record: type[Record], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The fields of a record and of those in it, each with its dotted name; that of an argument ends with NAME."""
+    for name, field in record.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Record):
+            yield from setting_fields(field.annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else ""), field
 
 
 def flat_settings(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

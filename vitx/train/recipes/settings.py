@@ -1,11 +1,11 @@
 """What can be set in a recipe: key, type, bounds, default and reason, read from the records."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from vitx.core.errors import unknown_name
-from vitx.core.files import Record
-from vitx.train.recipes.recipe import NOT_OVERRIDABLE, Recipe
+from vitx.train.recipes.recipe import NOT_OVERRIDABLE, Recipe, setting_fields
 
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
 def all_settings() -> list[Setting]:
     """Every setting of a recipe, in the order of the records."""
-    return [setting for setting in _settings(Recipe, "") if setting.key not in NOT_OVERRIDABLE]
+    return [_setting(key, field) for key, field in setting_fields(Recipe) if key not in NOT_OVERRIDABLE]
 
 
 def settings_named(key: str) -> list[Setting]:
@@ -33,25 +33,17 @@ def settings_named(key: str) -> list[Setting]:
     return found
 
 
-def _settings(record: type[Record], prefix: str) -> Iterator[Setting]:
-    for name, field in record.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Record):
-            yield from _settings(field.annotation, f"{prefix}{name}.")
-            continue
-        key = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
-        bounds = [
-            f"{sign} {getattr(one, end):g}"
-            for end, sign in BOUNDS.items()
-            for one in field.metadata
-            if hasattr(one, end)
-        ]
-        yield Setting(
-            key,
-            _type_name(field.annotation),
-            ", ".join(bounds),
-            None if field.is_required() else field.get_default(call_default_factory=True),
-            field.description or "",
-        )
+def _setting(key: str, field: FieldInfo) -> Setting:
+    bounds = [
+        f"{sign} {getattr(one, end):g}" for end, sign in BOUNDS.items() for one in field.metadata if hasattr(one, end)
+    ]
+    return Setting(
+        key,
+        _type_name(field.annotation),
+        ", ".join(bounds),
+        None if field.is_required() else field.get_default(call_default_factory=True),
+        field.description or "",
+    )
 
 
 def _type_name(annotation: Any) -> str:
