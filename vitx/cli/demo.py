@@ -15,7 +15,7 @@ def command(
 ) -> None:
     """Train on handwritten digits, export with proof, serve, and send every test image over HTTP as PNG."""
     from vitx.cli.doctor import EXTRAS
-    from vitx.core.console import print_fields, print_json
+    from vitx.core.console import print_result
     from vitx.core.errors import missing_package
 
     for extra in ("train", "export", "serve"):
@@ -25,8 +25,5 @@ def command(
     from vitx.bench.demo import RECIPE, run_demo
 
     result = run_demo(out)
-    if as_json:
-        print_json(result.summary)
-    else:
-        print_fields(f"{RECIPE}: from images to predictions", result.summary)
+    print_result(f"{RECIPE}: from images to predictions", result.summary, as_json=as_json)
     result.check()

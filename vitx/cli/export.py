@@ -1,17 +1,13 @@
 """`vitx export`: a run, or a network with weights, becomes a certified bundle, with engines where asked for."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vitx.cli.options import Json, Quiet, from_records
 from vitx.core.errors import InputError
 from vitx.export.options import ExportOptions
-
-if TYPE_CHECKING:
-    from vitx.core.bundle import Bundle
-
 
 _DEFAULTS = ExportOptions()
 
@@ -44,11 +40,11 @@ def command(
             raise InputError(f"--explain only prints what rewrites remove: leave --out {out} out")
         _explain(source, weights, options, as_json=as_json)
         return
-    from vitx.core.console import log_next
+    from vitx.core.console import log_next, print_result
     from vitx.parity.exported import export_certified
 
     bundle = export_certified(source, out, options, weights=weights, quiet=quiet)
-    _print(bundle, as_json=as_json)
+    print_result(f"bundle {bundle.manifest.name}", bundle.summary(), as_json=as_json)
     if bundle.certificate() is not None:
         log_next("vitx", "parity", "--verify", bundle.path, quiet=quiet)
 
@@ -83,12 +79,3 @@ def _explain(target: str, weights: str, options: ExportOptions, *, as_json: bool
             for row in rows
         ],
     )
-
-
-def _print(bundle: "Bundle", *, as_json: bool) -> None:
-    from vitx.core.console import print_fields, print_json
-
-    if as_json:
-        print_json(bundle.summary())
-    else:
-        print_fields(f"bundle {bundle.manifest.name}", bundle.summary())

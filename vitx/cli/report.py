@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Show a run on one page: curves, recipe, environment, confusion matrix, layers. It needs no other file."""
     from vitx.cli.next_command import export_of
-    from vitx.core.console import log_next, print_fields, print_json
+    from vitx.core.console import log_next, print_result
     from vitx.core.run import RunFolder
     from vitx.models.device import choose_device
     from vitx.train.report import write_report
@@ -30,8 +30,5 @@ def command(
     summary = write_report(
         folder, page, data=data, which=checkpoint, device=choose_device(device), skip_bad=skip_bad, quiet=quiet
     )
-    if as_json:
-        print_json(summary)
-    else:
-        print_fields(f"report of {run}", summary)
+    print_result(f"report of {run}", summary, as_json=as_json)
     log_next(*export_of(run, summary.get("images")), quiet=quiet)

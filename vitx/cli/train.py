@@ -45,11 +45,12 @@ def command(
     from vitx.train.loop.distributed.processes import is_first_process
 
     if options.dry_run:
+        from vitx.core.console import print_result
         from vitx.train.loop.dry_run import dry_run as take_some_steps
 
         found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
         if is_first_process():
-            _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
+            print_result(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
         return
     if options.lr_find:
         _find_rate(resolved, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
@@ -94,7 +95,7 @@ def _train(
     resolved: "Recipe", folder: Path, again: list[str], *, resume: bool, as_json: bool, quiet: bool, **choices: Any
 ) -> None:
     """again: the arguments with which a run that was stopped goes on."""
-    from vitx.core.console import log, log_next
+    from vitx.core.console import log, log_next, print_result
     from vitx.train import train
     from vitx.train.loop.distributed.processes import is_first_process, launcher
     from vitx.train.loop.interruption import TrainingStopped
@@ -118,12 +119,12 @@ def _train(
     elif done < resolved.epochs:
         log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
     metric = resolved.selection.metric
-    _print_fields(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
+    print_result(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
     log_next("vitx", "report", folder, quiet=quiet)
 
 
 def _find_rate(resolved: "Recipe", *, as_json: bool, **choices: Any) -> None:
-    from vitx.core.console import print_json, print_table
+    from vitx.core.console import print_fields, print_json, print_table
     from vitx.train.loop.distributed.processes import is_first_process
     from vitx.train.lr_find import lr_find, rows
 
@@ -134,13 +135,4 @@ def _find_rate(resolved: "Recipe", *, as_json: bool, **choices: Any) -> None:
         print_json(found)
         return
     print_table("loss by learning rate", ("rate", "loss", ""), rows(found.pop("curve")))
-    _print_fields(f"learning rate of {resolved.name}, nothing is written", found, as_json=False)
-
-
-def _print_fields(title: str, fields: dict[str, Any], *, as_json: bool) -> None:
-    from vitx.core.console import print_fields, print_json
-
-    if as_json:
-        print_json(fields)
-    else:
-        print_fields(title, fields)
+    print_fields(f"learning rate of {resolved.name}, nothing is written", found)

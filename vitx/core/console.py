@@ -168,3 +168,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 def print_fields(title: str, fields: Mapping[str, object]) -> None:
     """A two-column table of names and values on standard output."""
     print_table(title, ("", ""), [(name, value) for name, value in fields.items()])
+
+
+def print_result(title: str, fields: Mapping[str, object], *, as_json: bool) -> None:
+    """What a verb found, for machines or for people."""
+    if as_json:
+        print_json(fields)
+    else:
+        print_fields(title, fields)
