@@ -11,6 +11,7 @@ import onnx
 from vitx.core.bundle import (
     INT8_MODEL,
     MANIFEST,
+    MODEL,
     Bundle,
     FileEntry,
     Manifest,
@@ -26,7 +27,7 @@ from vitx.core.errors import InputError, VitxError
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
 from vitx.core.sandbox import run_limited
-from vitx.core.tensorrt_plan import Flavor
+from vitx.core.tensorrt_plan import ENGINES_FOLDER, Flavor
 from vitx.export.engines.openvino_ir import IR_FOLDER, openvino_from_onnx
 from vitx.export.engines.targets import (
     EngineRequest,
@@ -45,7 +46,6 @@ from vitx.export.precision.lower import LowerPrecision
 from vitx.export.rewrite.rewrites import ImageClassifier, rewrite_checked, select_rewrites
 from vitx.models.source import Source, SourceInfo, SourceRequest, untrained_norms
 
-GRAPH = "model.onnx"
 # For the int8 graph that --for cpu tries: the search is long where much of a network must stay in float32.
 CANDIDATE_SECONDS = 600.0
 
@@ -91,7 +91,7 @@ def export_bundle(
     if options.precision != "fp32" and request.is_model:
         _calibration_data(options, request.data or "", options.precision)
     with staged_folder(out) as stage:
-        graph = stage / GRAPH
+        graph = stage / MODEL
         traced = run_limited(
             *("tracing", trace_to_file, request, rewrites, graph, _opset(options), options.outputs),
             seconds=options.seconds,
@@ -217,7 +217,7 @@ def _build_targets(
     limits = {"seconds": options.seconds, "memory_gib": options.memory_gib}
     failed = out.with_name(f"{out.name}.failed")
     for engine in engines:
-        plan = graph.parent / "engines" / f"{engine.flavor}.plan"
+        plan = graph.parent / ENGINES_FOLDER / f"{engine.flavor}.plan"
         plan.parent.mkdir(exist_ok=True)
         convert_limited(engine.flavor, build_engine, graph, plan, engine, quiet, failed=failed, **limits)
     if options.openvino or options.for_ == "cpu":
