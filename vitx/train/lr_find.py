@@ -25,10 +25,6 @@ SHOWN_ROWS, BAR = 20, 40
 Curve = Sequence[tuple[float, float]]
 
 
-# Nothing is written, and a run that is there may have been begun on other images.
-NO_RUN = RunFolder(os.devnull)
-
-
 def lr_find(recipe: Recipe, *, skip_bad: bool = False, device: str = "auto", quiet: bool = False) -> dict[str, Any]:
     """Raise the rate over a hundred steps of `recipe` from fresh weights; nothing is written.
 
@@ -38,7 +34,8 @@ def lr_find(recipe: Recipe, *, skip_bad: bool = False, device: str = "auto", qui
     loss falls at no rate.
     """
     with join_processes(chosen := choose_device(device)) as processes:
-        trainer = Trainer(recipe, NO_RUN, chosen, processes, skip_bad=skip_bad, quiet=True)
+        # Of no run: nothing is written, and one that is there may have been begun on other images.
+        trainer = Trainer(recipe, RunFolder(os.devnull), chosen, processes, skip_bad=skip_bad, quiet=True)
         curve = _curve(trainer, quiet=quiet)
     if not curve:
         raise CheckFailed("the first loss is not finite: look at the losses' weights, the initial weights and the data")
