@@ -139,12 +139,10 @@ def check_graph(bundle: Bundle, *, quiet: bool = False) -> None:
     if find_spec("onnx") is None:
         log("verify: the graph is not held against the manifest's precision: onnx is not installed", quiet=quiet)
         return
-    import onnx
-
     from vitx.export.engines.tensorrt_graph import precision_of
-    from vitx.export.graph.dataflow import STANDARD
+    from vitx.export.graph.dataflow import STANDARD, read_onnx
 
-    graph, manifest = onnx.load(str(bundle.model_path)), bundle.manifest
+    graph, manifest = read_onnx(bundle.model_path), bundle.manifest
     opsets = [entry.version for entry in graph.opset_import if entry.domain in STANDARD]
     if opsets != [manifest.opset]:
         raise CheckFailed(
@@ -257,7 +255,7 @@ def _measured_alone(bundle: Bundle, certificate: Certificate, images: ImageSet, 
 
 def _numbers(bundle: Bundle, certified: Certificate, now: Certificate) -> tuple[ReplayedNumber, ...]:
     flips, seen_flips = _flipped(certified), _flipped(now)
-    tokens = certified.token_similarity
+    tokens, allowed_change = certified.token_similarity, SIMILARITY_ALLOWED[bundle.manifest.precision]
     by_size = certified.max_logit_error_by_batch_size
     return (
         _same("verdict", certified.verdict, now.verdict),
@@ -285,7 +283,7 @@ def _numbers(bundle: Bundle, certified: Certificate, now: Certificate) -> tuple[
         _cosine("mean cosine", certified.mean_cosine, now.mean_cosine),
         _ece("ECE of the reference", certified.ece_reference, now.ece_reference, now.images),
         _ece("ECE of the candidate", certified.ece_candidate, now.ece_candidate, now.images),
-        *([_same("change of CosSim allowed", tokens.allowed, _allowed_change(bundle))] if tokens else []),
+        *([_same("change of CosSim allowed", tokens.allowed, allowed_change)] if tokens else []),
     )
 
 
@@ -327,10 +325,6 @@ def _sizes(certificate: Certificate) -> str:
 
 def _unstable(certificate: Certificate) -> str:
     return f"{certificate.probe_flips} of {certificate.probe_images}"
-
-
-def _allowed_change(bundle: Bundle) -> float:
-    return SIMILARITY_ALLOWED[bundle.manifest.precision]
 
 
 def _same(name: str, certified: float | str, seen: float | str) -> ReplayedNumber:

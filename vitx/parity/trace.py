@@ -166,11 +166,10 @@ def require_layers(reference: LoadedModel, candidate: LoadedModel, images: Image
         raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
     if reference.network is None or not _runs_model(candidate):
         return
-    import onnx
-
+    from vitx.export.graph.dataflow import read_onnx
     from vitx.parity.divergence import check_layers
 
-    graph, one = onnx.load(str(candidate.bundle.model_path)), images.evenly_spaced(1)
+    graph, one = read_onnx(candidate.bundle.model_path), images.evenly_spaced(1)
     check_layers(reference.network(), reference.preprocessing, graph, _pixels(one, reference.preprocessing))
 
 
