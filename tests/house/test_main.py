@@ -29,7 +29,8 @@ def app():
         print("begun", flush=True)
         sys.stdin.readline()
         print("goes on", flush=True)
-        time.sleep(60)
+        while True:  # one long sleep would not end for a signal that comes just before it
+            time.sleep(0.05)
 
 vitx.cli.app = app
 vitx.cli.main()
