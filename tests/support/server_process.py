@@ -23,14 +23,14 @@ INFER_BODY = json.dumps(
     {"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [7] * 768}]}
 ).encode()
 
-# A server whose model takes 0.2 s for a batch, except for the zeros of the warm-up, and fails for an image whose first
-# value is 13.
-SLOW_MODEL = """
-import time
+# A server whose model, except for the zeros of the warm-up, does what is in the place of "wait", and fails for an image
+# whose first value is 13.
+_OTHER_MODEL = """
+import os, time
 from vitx.runtimes import Session
 from vitx.serve.models import loading
 load = loading.load_session
-class Slow(Session):
+class Other(Session):
     def __init__(self, session):
         super().__init__()
         self.session = session
@@ -38,14 +38,20 @@ class Slow(Session):
         return self.session.describe()
     def _infer(self, images):
         if images.any():
-            time.sleep(0.2)
+            wait
         if (images[:, 0, 0, 0] == 13).any():
             raise RuntimeError("unlucky")
         return self.session.infer(images)
-loading.load_session = lambda *args, **options: Slow(load(*args, **options))
+loading.load_session = lambda *args, **options: Other(load(*args, **options))
 from vitx.cli import main
 main()
 """
+SLOW_MODEL = _OTHER_MODEL.replace("wait", "time.sleep(0.2)")
+
+
+def held_model(gate: Path) -> str:
+    """A server whose model waits as long as the file `gate` is there."""
+    return _OTHER_MODEL.replace("wait", f"while os.path.exists({str(gate)!r}): time.sleep(0.005)")
 
 
 class ServerProcess:
@@ -159,6 +165,11 @@ def wait_until(condition: Any, seconds: float = HANG) -> None:
             return
         assert start < deadline, "the condition did not become true in time"
         time.sleep(max(0.01, 4 * (time.monotonic() - start)))
+
+
+def waiting(server: ServerProcess) -> float:
+    """How many images wait or run."""
+    return server.metric("vitx_queue_depth") + server.metric("vitx_running_images")
 
 
 def run_serve(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":

@@ -29,35 +29,17 @@ from server_process import (
     ServerProcess,
     end_under_load,
     grpc_address,
+    held_model,
     run_serve,
     running_server,
     wait_until,
+    waiting,
 )
 from vitx.core.bundle import Bundle
 from vitx.core.sandbox import resident_gib
 from vitx.serve.grpc.messages import message_class
 
 NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
-# The model waits while the gate is there, but for the zeros of the warm-up.
-HELD_MODEL = """
-import os, time
-from vitx.runtimes import Session
-from vitx.serve.models import loading
-load = loading.load_session
-class Held(Session):
-    def __init__(self, session):
-        super().__init__()
-        self.session = session
-    def describe(self):
-        return self.session.describe()
-    def _infer(self, images):
-        while images.any() and os.path.exists(gate):
-            time.sleep(0.005)
-        return self.session.infer(images)
-loading.load_session = lambda *args, **options: Held(load(*args, **options))
-from vitx.cli import main
-main()
-"""
 UNFORESEEN = """
 from vitx.serve.protocol.infer import ParsedHeader
 def fail(*given):
@@ -99,10 +81,6 @@ def outcome(client: Any, number: int = 7, **options: Any) -> str:
         return "refused" if refused else str(error.status()).removeprefix("StatusCode.")
     assert logits == pytest.approx(NumpySession().infer(image(number)), rel=1e-4)
     return "OK"
-
-
-def waiting(server: ServerProcess) -> float:
-    return server.metric("vitx_queue_depth") + server.metric("vitx_running_images")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])  # gRPC would do with ::1 alone
@@ -147,7 +125,7 @@ def test_an_internal_error_is_no_rejection_in_either_protocol(tiny_bundle: Bundl
 
 def test_a_call_that_is_cancelled_frees_its_place(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
-    with slow_server(tiny_bundle, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+    with slow_server(tiny_bundle, program=held_model(gate)) as (server, client):
         gate.touch()
         calls = [client.async_infer("tiny", [tensor(7)], lambda result, error: None) for _ in range(6)]
         wait_until(lambda: waiting(server) == 6)
@@ -160,12 +138,15 @@ def test_a_call_that_is_cancelled_frees_its_place(tmp_path: Path, tiny_bundle: B
         assert server.metric("vitx_images_total") < 6  # those that waited never ran
 
 
-def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> None:
-    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(8) as pool:
+def test_a_deadline_is_kept_and_costs_nothing_after_it(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    with slow_server(tiny_bundle, program=held_model(gate)) as (server, client), ThreadPoolExecutor(8) as pool:
+        gate.touch()
         calls = [pool.submit(outcome, client, client_timeout=HANG) for _ in range(3)]
         wait_until(lambda: waiting(server) == 3)
         late = [pool.submit(outcome, client, client_timeout=0.1) for _ in range(4)]
         assert {call.result(HANG) for call in late} <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+        gate.unlink()
         assert {call.result(HANG) for call in calls} == {"OK"}
         wait_until(lambda: waiting(server) == 0)
         assert server.metric("vitx_images_total") == 3
@@ -175,7 +156,7 @@ def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> N
 
 def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
-    with slow_server(tiny_bundle, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+    with slow_server(tiny_bundle, program=held_model(gate)) as (server, client):
         gate.touch()
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(outcome, client)
@@ -301,8 +282,7 @@ def test_a_stream_whose_replies_are_not_taken_ends_and_holds_up_no_drain(tiny_bu
 
 def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
-    program = f"gate = {str(gate)!r}" + HELD_MODEL
-    with slow_server(tiny_bundle, program=program) as (server, client), ThreadPoolExecutor(4) as pool:
+    with slow_server(tiny_bundle, program=held_model(gate)) as (server, client), ThreadPoolExecutor(4) as pool:
         gate.touch()
         idle = triton.InferenceServerClient(grpc_address(server))
         idle.start_stream(lambda result, error: None)  # would hold the drain, were it not ended
@@ -336,8 +316,7 @@ def test_a_signal_under_load_loses_no_accepted_call(tiny_bundle: Bundle) -> None
 
 def test_readiness_follows_the_drain(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
-    program = f"gate = {str(gate)!r}" + HELD_MODEL
-    with slow_server(tiny_bundle, program=program) as (server, client), ThreadPoolExecutor(4) as pool:
+    with slow_server(tiny_bundle, program=held_model(gate)) as (server, client), ThreadPoolExecutor(4) as pool:
         gate.touch()
         assert client.is_server_ready()
         calls = [pool.submit(outcome, client) for _ in range(4)]
@@ -377,7 +356,7 @@ def test_a_message_counts_before_it_is_parsed_and_until_it_is_answered(tmp_path:
     rows = np.full((800, IMAGE_SIZE, IMAGE_SIZE, 3), 7, np.uint8)  # 600 KiB
     many = triton.InferInput("images", list(rows.shape), "UINT8")
     many.set_data_from_numpy(rows)
-    with slow_server(tiny_bundle, *limits, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+    with slow_server(tiny_bundle, *limits, program=held_model(gate)) as (server, client):
         with grpc.insecure_channel(grpc_address(server)) as channel:
             infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
             for junk, code in ((2**19, grpc.StatusCode.INVALID_ARGUMENT), (2**20 + 1, grpc.StatusCode.UNAVAILABLE)):

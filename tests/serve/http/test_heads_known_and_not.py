@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from server_process import HANG, INFER_BODY, INFER_PATH, SLOW_MODEL, ServerProcess, running_server, wait_until
+from server_process import HANG, INFER_BODY, INFER_PATH, ServerProcess, held_model, running_server, wait_until, waiting
 from vitx.core.bundle import Bundle
 
 PAIRS = pytest.mark.parametrize("known", [False, True], ids=["new head", "known head"])
@@ -96,26 +96,29 @@ def test_who_hangs_up_within_a_body_is_counted_and_who_is_slow_counts_once(
 @pytest.mark.parametrize("behind", [b"\r\n", b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", raw(FOUR)])
 @PAIRS
 def test_who_hangs_up_with_requests_behind_the_first_is_noticed(
-    tiny_bundle: Bundle, behind: bytes, known: bool
+    tmp_path: Path, tiny_bundle: Bundle, behind: bytes, known: bool
 ) -> None:
     """12 images of clients that stay, and 20 of others, which never run."""
-    with running_server(tiny_bundle.path, "--max-batch", "4", program=SLOW_MODEL) as server:
+    gate = tmp_path / "gate"
+    with running_server(tiny_bundle.path, "--max-batch", "4", program=held_model(gate)) as server:
         path = f"{INFER_PATH}?{known}"
         if known:
             with connection_to(server, known, path):
                 pass
         ran = server.metric("vitx_images_total")
+        gate.touch()
         sockets = [socket.create_connection((server.host, server.port), timeout=HANG) for _ in range(8)]
         for place, each in enumerate(sockets):
             each.sendall(raw(FOUR, path if known else f"{path}{place}") + (b"" if place < 3 else behind))
-            time.sleep(0.005)
-        time.sleep(0.1)
+            wait_until(lambda count=4 * (place + 1): waiting(server) == count)
         for each in sockets[3:]:
             each.close()
+        wait_until(lambda: server.metric('vitx_rejections_total{reason="disconnected"}') == 5)
+        gate.unlink()
         for each in sockets[:3]:
             assert answer(each)[0] == 200
             each.close()
-        time.sleep(0.5)
+        wait_until(lambda: waiting(server) == 0)
         assert server.metric("vitx_images_total") - ran <= 16  # a batch may stand by when they go
         server.stop()
         assert server.process.stderr is not None
