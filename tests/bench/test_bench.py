@@ -140,7 +140,7 @@ def test_one_batch_size_is_enough_for_a_limit(tiny_bundle: Bundle) -> None:
 
 
 def test_decoding_is_in_the_time_when_an_image_is_given(tiny_bundle: Bundle) -> None:
-    large = png(colour_image(1, np.random.default_rng(0), size=2000))
+    large = png(colour_image(1, np.random.default_rng(0), size=600))
     session = load_session(tiny_bundle, device="cpu", threads=1)
     measured = bench_bundle(
         tiny_bundle, {"onnxruntime": session}, batch_sizes=(1, 2), seconds=0.02, image=large, quiet=True
@@ -149,7 +149,7 @@ def test_decoding_is_in_the_time_when_an_image_is_given(tiny_bundle: Bundle) -> 
     assert latency.roof is not None
     assert latency.roof.decode_ms is not None
     assert latency.runtime["input"] == "encoded images"
-    # Four million pixels to decode against a linear map of 256.
+    # 360,000 pixels to decode against a linear map of 256.
     assert [point.limit for point in latency.points] == ["decode", "decode"]
 
 
