@@ -2,6 +2,8 @@
 
 import os
 import re
+import stat
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -299,6 +301,13 @@ def test_files_and_folders_have_the_modes_of_the_umask(tmp_path: Path, mask: int
     modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("file.json", "target", "target/a.txt")}
     file, folder = 0o666 & ~mask, 0o777 & ~mask
     assert list(modes.values()) == [file, folder, file], modes
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no groups of folders")
+def test_in_a_folder_of_a_group_all_that_is_written_is_the_groups(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    write_stage(tmp_path, "text")
+    assert [bool((tmp_path / name).stat().st_mode & stat.S_ISGID) for name in ("target", "target/sub")] == [True, True]
 
 
 def test_a_file_is_its_owners_alone_until_it_is_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import uuid
@@ -255,7 +256,8 @@ def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     make_folder(target.parent)
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        stage.chmod(0o777 & ~_umask())
+        group = stage.stat().st_mode & stat.S_ISGID  # within a folder of a group all that is new is the group's
+        stage.chmod(0o777 & ~_umask() | group)
         yield stage
         for path in (*stage.rglob("*"), stage):
             if path.is_file() or path.is_dir():  # a folder too: its files' names are in it
