@@ -220,11 +220,16 @@ def test_of_many_clients_only_the_latest_are_remembered(monkeypatch: pytest.Monk
     run(test, threads=1)
 
 
-def test_by_default_there_is_a_thread_for_each_core_and_one_more() -> None:
+@pytest.mark.parametrize("cores", [1, 3, 64])
+def test_by_default_there_is_a_thread_for_each_usable_core_and_one_more(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `taskset`, or in a container with a cpuset, these are not all that the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     before = set(threading.enumerate())
     decoder = Decoder(max_pixels=1, capacity=1)
     started = [each for each in threading.enumerate() if each not in before and each.name.startswith("decode-")]
-    assert len(started) == min(8, os.cpu_count() or 1) + 1
+    assert len(started) == min(8, cores) + 1
     decoder.close()
 
 

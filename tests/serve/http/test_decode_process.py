@@ -23,6 +23,7 @@ from PIL import Image
 
 from bundle_fixture import colour_image, damaged_fax, png, write_bundle
 from server_process import ServerProcess, running_server, wait_until
+from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.serve.http import decode_process
 from vitx.serve.http.decode import Decoder
@@ -177,7 +178,7 @@ def test_a_server_survives_its_decoders(tmp_path: Path) -> None:
     with running_server(bundle, "--allow-uncertified", "--decode", "processes") as server:
         expected = classify(server)
         assert expected[0] == 200
-        wait_until(lambda: len(children(server.process.pid)) == min(8, os.cpu_count() or 1) + 1)
+        wait_until(lambda: len(children(server.process.pid)) == min(8, usable_cores()) + 1)
         started = children(server.process.pid)
         for child in started:
             os.kill(child, signal.SIGSTOP)

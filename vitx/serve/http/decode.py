@@ -10,7 +10,6 @@ fair queueing: Goyal, Vin and Cheng 1996).
 
 import asyncio
 import heapq
-import os
 import re
 import threading
 import time
@@ -22,6 +21,7 @@ from itertools import chain, count, islice
 from statistics import median_low
 from typing import Any
 
+from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import DeadlineMissed, QueueFull
@@ -68,7 +68,7 @@ class Decoder:
         processes: each has one that decodes for it.
         """
         self._max_pixels, self._capacity, self._on_decode = max_pixels, capacity, on_decode
-        self._threads = threads or min(8, os.cpu_count() or 1)
+        self._threads = threads or min(8, usable_cores())
         self._processes = processes
         self._waiting = 0
         self._changed = threading.Condition()  # guards all below
