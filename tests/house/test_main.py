@@ -236,11 +236,13 @@ def test_an_error_of_the_system_about_a_file_is_one_line(
         ("tempfile._candidate_tempdir_list = list; tempfile.gettempdir()", "no folder for temporary files can be "),
         ("os.rmdir(os.getcwd()); os.getcwd()", "the working folder is gone: change to another one, or give absolute "),
         ("[os.dup(0) for _ in range(20)]", "Too many open files: raise the limit of open files (ulimit -n)"),
+        ("threading.stack_size(1 << 50); threading.Thread().start()", "can't start new thread: raise the limit of thr"),
+        ("raise BlockingIOError(errno.EAGAIN, 'of fork')", "[Errno 11] of fork: raise the limit of threads and "),
     ],
 )
 def test_what_the_machine_lacks_is_one_line_with_the_remedy(tmp_path: Path, program: str, said: str) -> None:
     source = f"""if True:
-        import os, tempfile, vitx.cli
+        import errno, os, tempfile, threading, vitx.cli
 
         def app():
             {program}
@@ -264,6 +266,7 @@ NO_SEGMENT = ImportError("libtorch_cpu.so: failed to map segment from shared obj
         (NO_SEGMENT, "libtorch_cpu.so: failed to map segment from shared object: "),
         (MemoryError("Unable to allocate 7.45 GiB"), "Unable to allocate 7.45 GiB: "),
         (MemoryError(), "MemoryError: "),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory: "),  # of fork or mmap
     ],
 )
 def test_too_little_memory_is_one_line_with_the_remedy(

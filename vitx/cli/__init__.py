@@ -131,8 +131,14 @@ def _open_standard_streams() -> None:
         sys.stdout = Output(sys.stdout)
 
 
-def _lacking(error: OSError) -> str | None:
+def _lacking(error: BaseException) -> str | None:
     """What this machine has none of, and what to do, where the system refused for that; None for another reason."""
+    no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    if no_thread or (isinstance(error, BlockingIOError) and error.filename is None):  # the latter of fork
+        limits = "of threads and processes (ulimit -u, or its container's), or of memory (ulimit -v)"
+        return f"{first_line(error)}: raise the limit {limits}"
+    if not isinstance(error, OSError):
+        return None
     if error.errno in TOO_MANY_FILES:
         return f"{error.strerror}: raise the limit of open files (ulimit -n)"
     if error.errno == errno.ENOENT and error.filename is None:  # of no file that was given
@@ -148,7 +154,8 @@ def _lacking(error: OSError) -> str | None:
 def _memory_lacks(error: BaseException) -> bool:
     """Whether a value did not fit, or a library that is imported: of the latter the message alone tells."""
     text = f"{error} {error.__cause__}" if isinstance(error, ImportError) else ""
-    return isinstance(error, MemoryError) or "failed to map segment" in text or "allocate memory" in text
+    unmapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or unmapped or "failed to map segment" in text or "allocate memory" in text
 
 
 def terminate(number: int, frame: object) -> None:
@@ -184,12 +191,15 @@ def _told(error: BaseException) -> int | None:
             text = without_password(text)
         log(f"error: {text}")
         return error.exit_code
-    if isinstance(error, OSError):
-        return _told_of_system(error)
+    if (lacking := _lacking(error)) is not None:
+        log(f"error: {lacking}")
+        return 3
     if _memory_lacks(error):
         what = first_line(error.__cause__ or error)
         log(f"error: {what}: too little memory for this process: raise its limit (ulimit -v, or its container's)")
         return 3
+    if isinstance(error, OSError):
+        return _told_of_system(error)
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in error.object):
         print(f"error: a name that is not UTF-8 cannot be used here: {error.object!a}", file=sys.stderr)
         return 2
@@ -202,9 +212,6 @@ def _told_of_system(error: OSError) -> int | None:
         if error.errno == errno.EPIPE:  # a reader that has enough, such as head
             return 1
         log(f"error: cannot write to standard output: {error.strerror}")
-        return 3
-    if (lacking := _lacking(error)) is not None:
-        log(f"error: {lacking}")
         return 3
     where = f" '{error.filename}'" if error.filename else ""
     if error.errno in FULL_DISK:
