@@ -226,3 +226,17 @@ def test_a_verb_reads_no_program_of_the_working_folder(tmp_path: Path) -> None:
     told = subprocess.run(verb_command("--version"), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (told.stderr, told.returncode) == ("", 0)
     assert told.stdout.startswith("vitx ")
+
+
+def test_a_conversion_reads_no_program_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    for name in ("random.py", "types.py", "multiprocessing.py"):
+        (tmp_path / "here" / name).write_text("raise SystemExit(f'{__file__} was imported')")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import math, os\nfrom vitx.core.sandbox import run_limited\nif __name__ == '__main__':\n"
+        "    print(run_limited('a root', math.sqrt, 4), os.environ.get('PYTHONSAFEPATH'))"
+    )
+    words = ["env", "-u", "PYTHONSAFEPATH", sys.executable, str(program)]
+    told = subprocess.run(words, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+    assert (told.stderr, told.stdout) == ("", "2.0 None\n")

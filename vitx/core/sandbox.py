@@ -53,7 +53,7 @@ def run_limited(
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments), daemon=False)
     try:
-        with _interrupts_held():
+        with _working_folder_not_searched(), _interrupts_held():
             process.start()
         theirs.close()
         answer = _wait(title, process, ours, time.monotonic() + seconds, memory_gib, seconds)
@@ -70,6 +70,18 @@ def run_limited(
     if isinstance(value, VitxError | OSError):
         raise value
     raise ConversionCrashed(f"{title} failed: {value}")
+
+
+@contextmanager
+def _working_folder_not_searched() -> Iterator[None]:
+    """A process that starts within the block finds no `random.py` there, before multiprocessing gives it our path."""
+    before = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        os.environ.update({"PYTHONSAFEPATH": before} if before else {})
 
 
 @contextmanager
