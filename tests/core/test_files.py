@@ -1,5 +1,6 @@
 """Files and folders appear whole or not at all."""
 
+import errno
 import os
 import re
 import stat
@@ -144,6 +145,39 @@ def test_replace_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     replace_folder(tmp_path / "new", tmp_path / "target")
     assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_old_folder_that_may_not_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of another user in a folder of a group: the new one is in its place, so nothing has failed."""
+
+    def refused(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, "Permission denied", "a.txt")
+
+    write_stage(tmp_path, "old")
+    monkeypatch.setattr(files.shutil, "rmtree", refused)
+    write_stage(tmp_path, "new")
+    assert texts(tmp_path) == [("a.txt", "new"), ("sub/b.txt", "new")]
+    (left,) = tmp_path.glob(".target.*")
+    assert capsys.readouterr().err == f"what was at '{tmp_path / 'target'}' is left in '{left}': Permission denied\n"
+
+
+def test_where_the_old_folder_may_not_be_moved_no_other_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another user in a folder with the sticky bit."""
+
+    def refused(old: Path, new: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(old))
+
+    write_stage(tmp_path, "old")
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(files.os, "rename", refused)
+    with pytest.raises(PermissionError):
+        write_stage(tmp_path, "new")
+    assert os.listdir(tmp_path) == ["target"]
 
 
 def test_of_two_that_are_done_at_once_the_last_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

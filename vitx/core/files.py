@@ -21,6 +21,7 @@ from typing import IO, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vitx.core.console import log
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.page import fields
 
@@ -298,11 +299,18 @@ def replace_folder(new: Path, target: Path) -> None:
         old = new
     else:
         old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        os.rename(target, old / target.name)
+        try:
+            os.rename(target, old / target.name)
+        except OSError:
+            old.rmdir()
+            raise
         os.rename(new, target)
     sync(target.parent)  # before the old folder goes: a power cut may undo a rename that is not on the disk
     if old is not None:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except PermissionError as error:  # another user's, in a folder of a group
+            log(f"what was at '{target}' is left in '{old}': {error.strerror}")
 
 
 def _exchange(first: Path, second: Path) -> bool:
