@@ -257,6 +257,7 @@ def test_what_the_machine_lacks_is_one_line_with_the_remedy(tmp_path: Path, prog
     assert ended.stderr.startswith(f"error: {said}")
 
 
+NO_TENSOR = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 798720 bytes")
 NO_SEGMENT = ImportError("libtorch_cpu.so: failed to map segment from shared object")
 
 
@@ -264,6 +265,7 @@ NO_SEGMENT = ImportError("libtorch_cpu.so: failed to map segment from shared obj
     ("raised", "said"),
     [
         (NO_SEGMENT, "libtorch_cpu.so: failed to map segment from shared object: "),
+        (NO_TENSOR, f"{NO_TENSOR}: "),
         (MemoryError("Unable to allocate 7.45 GiB"), "Unable to allocate 7.45 GiB: "),
         (MemoryError(), "MemoryError: "),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory: "),  # of fork or mmap

@@ -152,8 +152,8 @@ def _lacking(error: BaseException) -> str | None:
 
 
 def _memory_lacks(error: BaseException) -> bool:
-    """Whether a value did not fit, or a library that is imported: of the latter the message alone tells."""
-    text = f"{error} {error.__cause__}" if isinstance(error, ImportError) else ""
+    """Whether a value did not fit, torch's too, or a library that is imported: of these the message alone tells."""
+    text = f"{error} {error.__cause__}" if isinstance(error, ImportError | RuntimeError) else ""
     unmapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or unmapped or "failed to map segment" in text or "allocate memory" in text
 
