@@ -63,6 +63,13 @@ def test_images_are_run_32_at_a_time_and_none_is_refused() -> None:
     assert str(caught.value) == "no images to evaluate on"
 
 
+def test_logits_that_are_not_finite_have_no_accuracy() -> None:
+    """They would count for class 0, and no JSON has their NLL."""
+    session = TableSession([[2, 1], [math.nan, 1], [math.inf, 1]])
+    with pytest.raises(InputError, match=r"^logits of 2 of 3 images are not finite: .*\(--checkpoint\)$"):
+        evaluate(session, numbered_images([0, 0, 0], ("a", "b")), PIXEL, quiet=True)
+
+
 def test_what_was_asked_for_is_opened_and_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
     session = TableSession([[2, 1]] * 4)

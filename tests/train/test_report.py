@@ -13,6 +13,7 @@ from matplotlib.cbook import is_math_text
 
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
+from vitx.core.errors import InputError
 from vitx.core.files import link_atomically
 from vitx.core.panels import png
 from vitx.core.probabilities import wilson_interval
@@ -150,6 +151,16 @@ def test_the_confusion_matrix_is_that_of_the_averaged_weights(finished: Path) ->
             slow[label, model(torch.from_numpy(pixels).float().permute(2, 0, 1)[None]).argmax().item()] += 1
     assert (matrix == slow).all()
     assert np.trace(matrix) / 360 == metrics_of(finished)[state.epoch - 1]["top1"]
+
+
+def test_a_network_whose_logits_are_not_finite_has_no_matrix(finished: Path) -> None:
+    """Its answers would all be of class 0."""
+    model, _ = load_run_model(RunFolder(finished), "best")
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    images = open_images("digits", "val").first(5)
+    with pytest.raises(InputError, match=r"^logits of 5 of 5 images are not finite"):
+        _logits(model, RunFolder(finished).info.preprocessing, images, torch.device("cpu"), quiet=True)
 
 
 def test_the_most_confused_pairs() -> None:

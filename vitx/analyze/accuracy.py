@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
+from vitx.core.probabilities import require_finite
 
 # uint8 (B, S, S, 3) → logits (B, C): `vitx.analyze.predictor.predictor(…)`, a session's `infer`, or any function.
 Predict = Callable[[UInt8Array], npt.NDArray[np.floating]]
@@ -65,13 +66,3 @@ class AccuracyCounter:
 
     def images(self, condition: Hashable) -> int:
         return len(self.correct(condition))
-
-
-def require_finite(logits: npt.NDArray[np.floating]) -> None:
-    """Raise InputError for logits (B, C) of which some are not finite: nothing can be said of such a network."""
-    bad = int((~np.isfinite(logits).all(axis=1)).sum())
-    if bad:
-        raise InputError(
-            f"logits of {bad} of {len(logits)} images are not finite: expected numbers; look for weights that are not "
-            "finite, or analyse another checkpoint (--checkpoint)"
-        )

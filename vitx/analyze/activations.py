@@ -13,10 +13,10 @@ from timm.models.hiera import Hiera
 from timm.models.nest import Nest
 from torch import Tensor, nn
 
-from vitx.analyze.accuracy import require_finite
 from vitx.analyze.spectrum import square_map
 from vitx.analyze.units import Kind, Unit, first_block, residual_units, units_with_streams
 from vitx.core.preprocess import Preprocessing
+from vitx.core.probabilities import require_finite
 from vitx.data.image_set import ImageSet
 from vitx.models import image_tensor
 from vitx.models.attention_maps import attention_layers, attention_maps, mixes_heads

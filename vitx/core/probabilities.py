@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vitx.core.errors import InputError
+
 Float64Array = npt.NDArray[np.float64]
 ECE_BINS = 15
 
@@ -26,6 +28,16 @@ def classification_metrics(logits: npt.NDArray[np.floating], labels: npt.NDArray
         "ece": calibration_error(probabilities, labels),
         "brier": brier_score(probabilities, labels),
     }
+
+
+def require_finite(logits: npt.NDArray[np.floating]) -> None:
+    """Raise InputError for logits (B, C) of which some are not finite: nothing can be said of such a network."""
+    bad = int((~np.isfinite(logits).all(axis=1)).sum())
+    if bad:
+        raise InputError(
+            f"logits of {bad} of {len(logits)} images are not finite: expected numbers; look for weights that are not "
+            "finite, or take another checkpoint (--checkpoint)"
+        )
 
 
 def wilson_interval(events: int, trials: int, z: float = 1.959964) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.preprocess import Preprocessing
-from vitx.core.probabilities import classification_metrics
+from vitx.core.probabilities import classification_metrics, require_finite
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.loaded_model import open_model, require_run
@@ -37,7 +37,7 @@ def evaluate(
     batch_size: int = BATCH_SIZE,
     quiet: bool = False,
 ) -> Evaluation:
-    """Evaluate a session on every image; raise InputError when there is none."""
+    """Evaluate a session on every image; raise InputError when there is none, and for logits that are not finite."""
     if len(images) == 0:
         raise InputError("no images to evaluate on")
     batches = []
@@ -46,7 +46,9 @@ def evaluate(
         for pixels in images.batches(preprocessing, batch_size):
             batches.append(session.infer(pixels))
             bar.update(done := done + len(pixels))
-    return Evaluation(images=len(images), **classification_metrics(np.concatenate(batches), images.labels))
+    logits = np.concatenate(batches)
+    require_finite(logits)
+    return Evaluation(images=len(images), **classification_metrics(logits, images.labels))
 
 
 def evaluate_path(

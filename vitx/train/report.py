@@ -16,7 +16,7 @@ from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import png
 from vitx.core.preprocess import Preprocessing
-from vitx.core.probabilities import classification_metrics, wilson_interval
+from vitx.core.probabilities import classification_metrics, require_finite, wilson_interval
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
@@ -108,14 +108,16 @@ def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:
 def _logits(
     model: nn.Module, preprocessing: Preprocessing, images: ImageSet, device: torch.device, *, quiet: bool
 ) -> npt.NDArray[np.float32]:
-    """Logits (N, C) of a network on `device`, on `images`."""
+    """Logits (N, C) of a network on `device`, on `images`; raise InputError where some are not finite."""
     batches, done = [], 0
     with torch.inference_mode(), progress("report", len(images), quiet=quiet) as bar:
         for pixels in images.batches(preprocessing, BATCH_SIZE):
             inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
             batches.append(model(inputs).float().cpu().numpy())
             bar.update(done := done + len(pixels))
-    return np.concatenate(batches)
+    logits = np.concatenate(batches)
+    require_finite(logits)
+    return logits
 
 
 def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict[str, Any]) -> Iterator[str]:
