@@ -20,6 +20,8 @@ from vitx.analyze.lanczos import Eigenvalues
 from vitx.analyze.metric import AnalysisOptions, MetricContext
 from vitx.analyze.metrics.hessian import HESSIAN_METRIC, HessianSpectrum, hessian_spectrum
 from vitx.analyze.metrics.hessian_density import hessian_density
+from vitx.analyze.network_analyses import analyze_networks
+from vitx.analyze.options import AnalysisRequest
 from vitx.core.errors import InputError
 
 CLASSES = 3
@@ -253,3 +255,11 @@ def test_the_interval_of_a_share_of_two_batches_is_of_shares() -> None:
         module="", parameters=4, weight_decay=0.0, images=8, batches=found, negative_share=0.5, mean_positive=2.25
     )
     assert HESSIAN_METRIC.line(spectrum).endswith("negative 50 [0, 100] %")
+
+
+def test_a_module_without_a_metric_of_the_hessian_is_refused() -> None:
+    """Else a name that no module has would pass, and no Hessian be measured."""
+    with pytest.raises(InputError, match=r"^--module blocks\.9 is for the metrics hessian and hessian-density"):
+        analyze_networks(["run"], ("fourier",), AnalysisRequest(module="blocks.9"))
+    with pytest.raises(InputError, match="no run at 'run'"):
+        analyze_networks(["run"], ("hessian-density",), AnalysisRequest(module="blocks.9"))

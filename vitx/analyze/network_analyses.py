@@ -26,11 +26,15 @@ def analyze_networks(
 ) -> tuple[list[Analysis], SimilarityMatrix | None]:
     """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
 
-    Raises InputError when no data is named and the first network was trained on none, for `corrupted` without its
-    metric, and where `out` cannot be a folder.
+    Raises InputError when no data is named and the first network was trained on none, for `corrupted` or `module`
+    without its metric, and where `out` cannot be a folder.
     """
     if request.corrupted is not None and "corruptions" not in metrics:
         raise InputError(f"--corrupted {request.corrupted} is for the metric corruptions: name it with --only")
+    if request.module and not {"hessian", "hessian-density"} & {*metrics}:
+        raise InputError(
+            f"--module {request.module} is for the metrics hessian and hessian-density: name one with --only"
+        )
     if request.out is not None:
         check_folder(request.out)
     device = choose_device(request.device)
