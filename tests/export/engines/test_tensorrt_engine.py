@@ -413,6 +413,17 @@ def test_a_full_disk_leaves_the_old_plan(tmp_path: Path) -> None:
     read_plan(plan)
 
 
+def test_the_table_of_layers_is_of_the_plan_beside_it(tmp_path: Path) -> None:
+    plan, table, old = tmp_path / "a.plan", tmp_path / "a.plan.layers.tsv", b"old"
+    write_plan(plan, old, fake_info(old), b"old layers")
+    for new, layers in ((b"new" * 500_000, b"new layers"), (b"new", b"layers" * 100_000)):
+        with file_size_limit(100_000), pytest.raises(EnvironmentMissing, match="is as it was"):
+            write_plan(plan, new, fake_info(new), layers)
+    assert (plan.read_bytes(), table.read_bytes()) == (old, b"old layers")
+    write_plan(plan, b"another", fake_info(b"another"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "a.plan.json"], "other layers than its own"
+
+
 def test_other_write_errors_are_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "a.plan").mkdir()
     with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what is asserted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import rename, write_bytes
-from vitx.core.tensorrt_plan import PlanInfo, Profile, sidecar_path
+from vitx.core.tensorrt_plan import PlanInfo, Profile, layers_path, sidecar_path
 from vitx.export.options import EngineOptions
 
 # TensorRT counts a tensor's elements in a signed 32-bit number in many of its kernels.
@@ -53,19 +53,28 @@ def check_profiles(profiles: tuple[Profile, ...], image_elements: int) -> None:
             )
 
 
-def write_plan(plan: Path, data: bytes, info: PlanInfo) -> None:
-    """Write a plan and its sidecar, both or neither. Raises EnvironmentMissing when the disk is full."""
-    sidecar = sidecar_path(plan)
-    waiting = sidecar.with_name(f".{sidecar.name}.new")
+def write_plan(plan: Path, data: bytes, info: PlanInfo, layers: bytes = b"") -> None:
+    """Write a plan, its sidecar and the table of its `layers`, if there is one: all or none.
+
+    A table of an older plan does not stay beside a plan that has none. Raises EnvironmentMissing when the disk is full.
+    """
+    beside = {sidecar_path(plan): (info.model_dump_json(indent=2) + "\n").encode()}
+    beside |= {layers_path(plan): layers} if layers else {}
+    waiting = {path.with_name(f".{path.name}.new"): path for path in beside}
     try:
-        write_bytes(waiting, (info.model_dump_json(indent=2) + "\n").encode())
+        for new, path in waiting.items():
+            write_bytes(new, beside[path])
         write_bytes(plan, data)
-        rename(waiting, sidecar)  # needs no space, so a full disk has failed before this line
+        for new, path in waiting.items():
+            rename(new, path)  # needs no space, so a full disk has failed before this line
     except OSError as error:
-        waiting.unlink(missing_ok=True)
+        for new in waiting:
+            new.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise
         kept = "the plan that was there is as it was" if plan.exists() else "nothing was written"
         raise EnvironmentMissing(
             f"cannot write '{plan}' ({len(data):,} bytes): {os.strerror(error.errno or 0)}; {kept}"
         ) from None
+    if not layers:
+        layers_path(plan).unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from vitx.core.bundle import timestamp
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes, sha256_file, write_bytes
-from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile, layers_path
+from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
 from vitx.export.engines.architectures import with_precision
 from vitx.export.engines.build_log import BuildLog, BuildProgress
 from vitx.export.engines.fused_layers import FusedLayer, count_types, layers_as_text
@@ -123,9 +123,7 @@ def engine_from_onnx(
         warnings=(*log.warnings(), *known_issues(flavor, targets, precision), *plugin_warnings(library.version, fused)),
         created=timestamp(),
     )
-    if fused_layers:
-        write_bytes(layers_path(plan_path), layers_as_text(fused_layers).encode())
-    write_plan(plan_path, built.plan, info)
+    write_plan(plan_path, built.plan, info, layers_as_text(fused_layers).encode() if fused_layers else b"")
     if timing_cache is not None and built.timing_cache is not None:
         write_bytes(timing_cache, built.timing_cache)
     return EngineReport(plan_path, info, built.layers, fused_layers)
