@@ -192,6 +192,7 @@ def test_a_classifier_that_no_weights_were_given_for_gets_no_certificate(tmp_pat
         ("t.vitx", ("--hub", "t.vitx/hub"), "--out 't.vitx' and --hub 't.vitx/hub'"),
         ("d/t.vitx", ("--hub", "d"), "--out 'd/t.vitx' and --hub 'd'"),
         ("o.vitx", ("--hub", "D", "--triton", "D"), "--hub 'D' and --triton 'D/o'"),
+        ("o.vitx", ("--trt", "--timing-cache", "o.vitx/t"), "--out 'o.vitx' and --timing-cache 'o.vitx/t'"),
     ],
 )
 def test_what_an_export_writes_lies_apart(

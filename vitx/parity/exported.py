@@ -65,6 +65,8 @@ def export_certified(
         check_triton_labels(_class_names(request))
         if not options.trt:
             check_triton_precision(options.precision, options.base_type())
+    if options.engine.timing_cache is not None:
+        written["--timing-cache"] = options.engine.timing_cache
     _require_apart(written)
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 

@@ -191,6 +191,14 @@ def test_a_timing_cache_of_another_gpu(library: ClassicTensorRT, graph: Path, tm
     assert not (tmp_path / "a.plan").exists()
 
 
+def test_a_timing_cache_that_cannot_be_a_file(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
+    """Refused before the build: it is written after the plan."""
+    for place, reason in ((tmp_path, "is a folder: expected a file name"), (graph / "cache", "cannot be a folder")):
+        with pytest.raises(InputError, match=reason):
+            engine_from_onnx(graph, tmp_path / "a.plan", flavor="tensorrt", timing_cache=place, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["g.onnx"]
+
+
 def test_it_builds_for_this_machine_only(
     library: ClassicTensorRT, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import onnx
 from vitx.core.bundle import timestamp
 from vitx.core.console import progress
 from vitx.core.errors import InputError
-from vitx.core.files import sha256_bytes, sha256_file, write_bytes
+from vitx.core.files import check_file, sha256_bytes, sha256_file, write_bytes
 from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
 from vitx.export.engines.architectures import with_precision
 from vitx.export.engines.build_log import BuildLog, BuildProgress
@@ -136,6 +136,8 @@ def check_options(flavor: Flavor, options: PlanOptions, timing_cache: Path | Non
     if flavor == "tensorrt":
         if options.plugin is not None and (options.version_compatible or options.hardware_compatible):
             raise InputError("a plan with the flash plugin holds code for one GPU and one release: leave out either")
+        if timing_cache is not None:
+            check_file(timing_cache, "timing.cache")
         return
     if options.plugin is not None:
         raise InputError(
