@@ -32,6 +32,10 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "digits": ("deepvit_digits", {"img_size": 32, "attention": ["plain", "re-attention"]}),
 }
+# With a bias of the positions before the Softmax.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "beit": ("beit_base_patch16_224", {"embed_dim": 64, "num_heads": 2, "img_size": 64, "patch_size": 8}),
+}
 PLANS = [
     (kind, base, architecture)
     for kind, base, architectures in (
@@ -46,7 +50,7 @@ GRAPHS: dict[str, onnx.ModelProto] = {}
 
 def exact(network: str, folder: Path) -> onnx.ModelProto:
     if network not in GRAPHS:
-        name, options = NETWORKS[network]
+        name, options = (NETWORKS | OTHERS)[network]
         preprocessing = Preprocessing(image_size=options["img_size"])
         model = randomize_like_trained(timm.create_model(name, depth=2, num_classes=20, **options)).eval()
         rewritten = rewrite_for_export(model, preprocessing)
@@ -98,6 +102,17 @@ def test_no_float_layer_is_beside_eight_bits(
     written = layers_path(report.path).read_text().splitlines()
     assert len(written) == len(report.fused) + 1
     assert read_sidecar(report.path).fused_layers == counts
+
+
+@pytest.mark.parametrize(("network", "kind", "base"), [("beit", "int8", "fp16"), ("beit", "int8", "bf16")])
+def test_attention_stays_in_the_base_where_it_would_not_be_fused(
+    network: str, kind: str, base: str, tmp_path: Path
+) -> None:
+    """int8 with a bias beside bfloat16: in the base it is fused."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    report = built(eight_bit(exact(network, tmp_path), kind, base), "sm89", tmp_path)
+    assert len(fused_attention(report)) == 2, report.info.fused_layers
+    assert float_layers(report.fused) == ()
 
 
 def test_float32_beside_eight_bits_and_an_island_are_seen(tmp_path: Path) -> None:

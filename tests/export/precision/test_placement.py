@@ -110,6 +110,15 @@ def test_what_may_stand_between_the_products(between: list[onnx.NodeProto], foun
     assert names(graph, "int8", "cpu", "fp32") == ["scores", "y"], "a CPU fuses nothing"
 
 
+def test_a_bias_breaks_int8_attention_beside_bfloat16() -> None:
+    """As BEiT and Swin have: in such plans TensorRT runs each product alone (test_fused_layers.py)."""
+    between = [node("Add", "scores b", "s"), node("Softmax", "s", "mixed", axis=-1)]
+    graph = attention(3, 65, 32, *between, b=np.zeros((1, 3, 65, 65)))
+    assert names(graph, "int8", base="bf16") == []
+    assert names(graph, "int8", base="fp32") == names(graph, "fp8", base="bf16") == ["scores", "y"]
+    assert names(attention(3, 65, 32, *PLAIN), "int8", base="bf16") == ["scores", "y"]
+
+
 def test_maps_that_another_node_reads_are_not_fused() -> None:
     nodes = [*PLAIN, node("Relu", "mixed", "other")]
     graph = attention(3, 65, 32, *nodes)

@@ -74,7 +74,7 @@ class _Finder:
         # TensorRT has FP8 kernels for matrix products, not for convolutions, and gives an int8 convolution float32
         # results whatever the base is: beside a half type that is slower than the convolution in that type.
         self.convolutions = kind == "int8" and (target == "cpu" or base == "fp32")
-        self.fused_attention = _fused_attention(flow, self.readers, kind) if target == "tensorrt" else frozenset()
+        self.fused_attention = _fused_attention(flow, self.readers, kind, base) if target == "tensorrt" else frozenset()
         # With one scale for the weight, the builder rounds the result for attention in the product's own kernel; with
         # one for each channel, in a kernel after it. It does so in int8 alone, and for no other product.
         self.operands = self._operands_of(self.fused_attention) if kind == "int8" else frozenset()
@@ -154,25 +154,29 @@ class _Finder:
         return all(shape[-1] is None or shape[-1] >= MIN_HEAD_WIDTH for shape in shapes)
 
 
-def _fused_attention(flow: Dataflow, readers: Mapping[str, Sequence[onnx.NodeProto]], kind: EightBit) -> frozenset[str]:
+def _fused_attention(
+    flow: Dataflow, readers: Mapping[str, Sequence[onnx.NodeProto]], kind: EightBit, base: Base
+) -> frozenset[str]:
     """The products of attention that TensorRT fuses in 8 bits: MatMul → (scale) → (bias) → Softmax → MatMul.
 
-    A mix over heads between Softmax and values breaks the pattern, and so do heads of another width.
+    A mix over heads between Softmax and values breaks the pattern, and so do heads of another width. In int8 beside
+    bfloat16 a bias breaks it too.
     """
+    biases = 0 if (kind, base) == ("int8", "bf16") else 1
     makers = {name: node for node in flow.nodes for name in node.output}
     found: set[str] = set()
     for node in flow.nodes:
         if node.op_type == "Softmax":
-            scores = _before(node.input[0], makers)
+            scores = _before(node.input[0], makers, biases)
             values = _after(node.output[0], readers)
             if scores is not None and values is not None and _fits(flow, scores, kind):
                 found |= {scores.name, values.name}
     return frozenset(found)
 
 
-def _before(name: str, makers: Mapping[str, onnx.NodeProto]) -> onnx.NodeProto | None:
-    """The product whose result becomes this tensor by views, at most one scale and at most one addition."""
-    left = {"Add": 1, "Mul": 1, "Div": 1}
+def _before(name: str, makers: Mapping[str, onnx.NodeProto], biases: int) -> onnx.NodeProto | None:
+    """The product whose result becomes this tensor by views, at most one scale and at most so many additions."""
+    left = {"Add": biases, "Mul": 1, "Div": 1}
     while (node := makers.get(name)) is not None and node.op_type != "MatMul":
         if node.op_type not in VIEWS and not left.pop(node.op_type, 0):
             return None
