@@ -32,9 +32,10 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "digits": ("deepvit_digits", {"img_size": 32, "attention": ["plain", "re-attention"]}),
 }
-# With a bias of the positions before the Softmax.
+# With a bias of the positions before the Softmax, and with 16 tokens.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "beit": ("beit_base_patch16_224", {"embed_dim": 64, "num_heads": 2, "img_size": 64, "patch_size": 8}),
+    "few tokens": ("deit_small_12", {"embed_dim": 64, "num_heads": 2, "img_size": 64, "global_pool": "avg"}),
 }
 PLANS = [
     (kind, base, architecture)
@@ -104,11 +105,13 @@ def test_no_float_layer_is_beside_eight_bits(
     assert read_sidecar(report.path).fused_layers == counts
 
 
-@pytest.mark.parametrize(("network", "kind", "base"), [("beit", "int8", "fp16"), ("beit", "int8", "bf16")])
+@pytest.mark.parametrize(
+    ("network", "kind", "base"), [("beit", "int8", "fp16"), ("beit", "int8", "bf16"), ("few tokens", "fp8", "fp16")]
+)
 def test_attention_stays_in_the_base_where_it_would_not_be_fused(
     network: str, kind: str, base: str, tmp_path: Path
 ) -> None:
-    """int8 with a bias beside bfloat16: in the base it is fused."""
+    """int8 with a bias beside bfloat16, and fp8 of less than 32 tokens: in the base both are fused."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     report = built(eight_bit(exact(network, tmp_path), kind, base), "sm89", tmp_path)
     assert len(fused_attention(report)) == 2, report.info.fused_layers

@@ -74,6 +74,8 @@ PLAIN = [node("Softmax", "scores", "mixed", axis=-1)]
     [
         (512, 64, True, True),
         (513, 64, False, True),
+        (32, 64, True, True),
+        (31, 64, True, False),
         *((65, width, True, True) for width in (16, 32, 64)),
         *((65, width, False, True) for width in (24, 33, 48, 128, 256)),
         (65, 8, False, False),

@@ -21,9 +21,9 @@ EightBit = Literal["int8", "fp8"]
 MIN_HEAD_WIDTH = 32
 # TensorRT: a product with fewer rows or columns in its matrix does not fill the tensor cores' tiles of 8-bit numbers.
 MIN_SIDE = 16
-# TensorRT: the heads for which it fuses attention, in int8 up to so many tokens.
+# TensorRT: the heads for which it fuses attention, in int8 up to so many tokens, in fp8 from so many on.
 INT8_HEAD_WIDTHS, MAX_INT8_TOKENS = (16, 32, 64), 512
-FP8_HEAD_WIDTHS = range(MIN_SIDE, 257)
+FP8_HEAD_WIDTHS, MIN_FP8_TOKENS = range(MIN_SIDE, 257), 32
 # What may stand between the products of a fused attention: views, the scale and a mask or bias before the Softmax.
 VIEWS = ("Reshape", "Transpose", "Cast", "Identity")
 # Q and DQ have per-channel scales since opset 13, E4M3 and half scales since 19.
@@ -204,7 +204,9 @@ def _fits(flow: Dataflow, scores: onnx.NodeProto, kind: EightBit) -> bool:
     width, tokens = query[-1], key[-1]
     if width is None or tokens is None:
         return False
-    return width in FP8_HEAD_WIDTHS if kind == "fp8" else width in INT8_HEAD_WIDTHS and tokens <= MAX_INT8_TOKENS
+    if kind == "fp8":
+        return width in FP8_HEAD_WIDTHS and tokens >= MIN_FP8_TOKENS
+    return width in INT8_HEAD_WIDTHS and tokens <= MAX_INT8_TOKENS
 
 
 def _after_relu(node: onnx.NodeProto, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> str:
