@@ -7,6 +7,7 @@ import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -15,6 +16,7 @@ from vitx.core import files
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import (
     Record,
+    apply_umask,
     check_file,
     link_atomically,
     make_folder,
@@ -321,6 +323,26 @@ def test_a_link_switches_in_one_step(tmp_path: Path) -> None:
         lambda folder: os.readlink(folder / "link"),
     )
     assert calls == ["symlink .link.*", "replace link", "fsync (root)"]
+
+
+def test_one_thread_at_a_time_asks_for_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told only when it is set: of two in turn the second would have set back the 0 of the first."""
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    second = Thread(target=apply_umask, args=(tmp_path / "b",))
+    asked: list[int] = []
+
+    def umask(mask: int) -> int:
+        asked.append(mask)
+        if len(asked) == 1:
+            second.start()
+            second.join(0.2)  # it waits
+        return 0o22
+
+    monkeypatch.setattr(os, "umask", umask)
+    apply_umask(tmp_path / "a")
+    second.join()
+    assert asked == [0, 0o22, 0, 0o22]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

@@ -1,5 +1,6 @@
 """The one preprocessing, against torchvision's transforms and against files that are not images."""
 
+import errno
 import io
 import struct
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -424,3 +426,15 @@ def test_what_is_below_zero_is_black() -> None:
     file = io.BytesIO()
     Image.fromarray(np.array([[-1000, -1, 0, 255, 256, 32767]], np.int32)).save(file, "TIFF")
     assert np.asarray(decode(file.getvalue()))[0, :, 0].tolist() == [0, 0, 0, 0, 1, 127]
+
+
+def test_too_many_open_files_are_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow imports what it needs for the first image of a kind."""
+
+    def full(*given: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files", "/lib/PIL/PngImagePlugin.py")
+
+    monkeypatch.setattr(Image, "open", full)
+    with pytest.raises(OSError, match="Too many open files") as error:
+        decode(b"")
+    assert not isinstance(error.value, ImageError)

@@ -13,6 +13,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from vitx.core.console import log
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.page import fields
 
+_UMASK = threading.Lock()
 _JSON_PIECE = 4096  # entries of a list: `json.dumps` of a million numbers holds all other threads up for 0.8 s
 
 
@@ -160,9 +162,10 @@ def apply_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's umask, which the system tells only when it is set."""
-    mask = os.umask(0)
-    os.umask(mask)
+    """The process's umask, which the system tells only when it is set: by one thread at a time, or 0 would stay."""
+    with _UMASK:
+        mask = os.umask(0)
+        os.umask(mask)
     return mask
 
 

@@ -32,7 +32,7 @@ from PIL.TiffImagePlugin import (
 )
 from pydantic import Field
 
-from vitx.core.errors import InputError
+from vitx.core.errors import TOO_MANY_FILES, InputError
 from vitx.core.files import Record
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -220,7 +220,8 @@ def decode(
     check_size: called with width and height before anything is decoded.
     shorter_side: a JPEG is decoded at 1/8, 1/4 or 1/2 of its size if its shorter side then still has so many pixels,
     and only where that divides both sides: else libjpeg pads the last row and column, and all pixels move.
-    Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
+    Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels, OSError when
+    too many files are open.
     """
     try:
         file = _Reads(source.read_bytes() if isinstance(source, Path) else source)
@@ -250,6 +251,8 @@ def decode(
             raise ImageError(f"image of more pixels than the {max_pixels:,} allowed") from None
         raise ImageError(f"{error} That is PIL.Image.MAX_IMAGE_PIXELS: set it to None") from None
     except _DAMAGE as error:
+        if getattr(error, "errno", None) in TOO_MANY_FILES:  # no fault of the image: Pillow imports what it first needs
+            raise
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise ImageError(f"cannot open the image: {error.strerror}") from None
         raise ImageError(f"cannot decode the image: {error}") from None
