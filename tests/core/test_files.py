@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +160,7 @@ def test_an_old_folder_that_may_not_be_removed_is_named(
             raise PermissionError(errno.EACCES, "Permission denied", "a.txt")
 
     write_stage(tmp_path, "old")
-    monkeypatch.setattr(files.shutil, "rmtree", refused)
+    monkeypatch.setattr(shutil, "rmtree", refused)
     write_stage(tmp_path, "new")
     assert texts(tmp_path) == [("a.txt", "new"), ("sub/b.txt", "new")]
     (left,) = tmp_path.glob(".target.*")
@@ -176,7 +177,7 @@ def test_where_the_old_folder_may_not_be_moved_no_other_is_left(
 
     write_stage(tmp_path, "old")
     monkeypatch.setattr(files, "_exchange", lambda first, second: False)
-    monkeypatch.setattr(files.os, "rename", refused)
+    monkeypatch.setattr(os, "rename", refused)
     with pytest.raises(PermissionError):
         write_stage(tmp_path, "new")
     assert os.listdir(tmp_path) == ["target"]

@@ -65,7 +65,7 @@ def test_images_are_run_32_at_a_time_and_none_is_refused() -> None:
 
 def test_logits_that_are_not_finite_have_no_accuracy() -> None:
     """They would count for class 0, and no JSON has their NLL."""
-    session = TableSession([[2, 1], [math.nan, 1], [math.inf, 1]])
+    session = TableSession(np.array([[2, 1], [math.nan, 1], [math.inf, 1]]))
     with pytest.raises(InputError, match=r"^logits of 2 of 3 images are not finite: .*\(--checkpoint\)$"):
         evaluate(session, numbered_images([0, 0, 0], ("a", "b")), PIXEL, quiet=True)
 

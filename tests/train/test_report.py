@@ -157,7 +157,7 @@ def test_a_network_whose_logits_are_not_finite_has_no_matrix(finished: Path) -> 
     """Its answers would all be of class 0."""
     model, _ = load_run_model(RunFolder(finished), "best")
     with torch.no_grad():
-        model.head.bias[0] = torch.nan
+        model.get_parameter("head.bias")[0] = torch.nan
     images = open_images("digits", "val").first(5)
     with pytest.raises(InputError, match=r"^logits of 5 of 5 images are not finite"):
         _logits(model, RunFolder(finished).info.preprocessing, images, torch.device("cpu"), quiet=True)

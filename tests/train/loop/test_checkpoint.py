@@ -100,6 +100,27 @@ def test_every_third_epoch_is_kept_from_the_initial_weights_on(run: RunFolder) -
     assert load_file(run.path / "checkpoints/epoch-0000/model.safetensors")["weight"][0, 0] == 0
 
 
+def test_a_kill_while_one_is_removed_leaves_no_half_of_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be read as a checkpoint of the run."""
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:  # else a stage that is empty
+            (path / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    history = [epoch_row(1, nll=2.0)]
+    save_epoch(run, tensors(1), history, {})
+    history.append(epoch_row(2, nll=1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_epoch(run, tensors(2), history, {})
+    assert [state.epoch for state, _ in checkpoints_by_step(run)] == [2]
+    shutil.copytree(run.path / "checkpoints/epoch-0002", run.path / "checkpoints/epoch-0001")  # beside the half of it
+    save_epoch(run, tensors(2), history, {})
+    assert {path.name for path in (run.path / "checkpoints").iterdir()} == {"last", "best", "epoch-0002"}
+
+
 def test_the_step_after_the_last_epoch_is_resumed_and_not_the_epoch(run: RunFolder) -> None:
     history = [epoch_row(1)]
     save_epoch(run, tensors(10), history, {})

@@ -167,11 +167,12 @@ def switch_links(run: RunFolder, state: CheckpointState, keep_every: int = 0) ->
 def _remove_unnamed(folder: Path, keep_every: int) -> None:
     """Remove checkpoints without a link, but for those of every `keep_every`-th epoch."""
     linked = {(folder / link).readlink().name for link in LINKS if (folder / link).is_symlink()}
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):  # first what a kill has left of one
         kind, _, number = path.name.partition("-")
         kept = bool(keep_every) and kind == "epoch" and number.isdigit() and int(number) % keep_every == 0
         if path.is_dir() and not path.is_symlink() and path.name not in linked and not kept:
-            shutil.rmtree(path)
+            hidden = path.with_name(f".{path.name.lstrip('.')}")  # what has the name of a checkpoint is whole
+            shutil.rmtree(path.rename(hidden))
 
 
 def remove_unfinished_writes(run: RunFolder) -> None:
