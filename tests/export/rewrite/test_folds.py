@@ -361,7 +361,8 @@ def test_the_first_convolution_is_the_one_that_timm_names() -> None:
     for configuration in ({}, None, {"first_conv": ("a", "b")}):
         model.pretrained_cfg = configuration
         assert first_convolution(model) is None
-    model.pretrained_cfg = {"first_conv": "head"}
-    assert first_convolution(model) is None
+    for name in ("head", "patch_embed.conv1"):
+        model.pretrained_cfg = {"first_conv": name}
+        assert first_convolution(model) is None
     del model.pretrained_cfg
     assert first_convolution(model) is None

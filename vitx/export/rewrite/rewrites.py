@@ -221,12 +221,15 @@ def applied_rewrites(classifier: ImageClassifier, rewrites: Sequence[str]) -> di
 
 
 def first_convolution(model: nn.Module) -> nn.Conv2d | None:
-    """The convolution that reads the pixels, by timm's configuration; None unless it is a plain Conv2d."""
+    """The convolution that reads the pixels, by timm's configuration; None unless it is a plain Conv2d.
+
+    The configuration is of the network as it is registered: with arguments of its own it may lack what it names.
+    """
     configuration: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     name = configuration.get("first_conv")
     if not isinstance(name, str):
         return None
-    module = model.get_submodule(name)
+    module = dict(model.named_modules()).get(name)
     # A subclass may pad or standardise its weights in its own forward pass.
     return module if isinstance(module, nn.Conv2d) and is_plain(module, nn.Conv2d) else None
 
