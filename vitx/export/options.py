@@ -20,6 +20,7 @@ from vitx.core.options import (
 from vitx.core.tensorrt_plan import PluginName
 
 Target = Literal["cpu", "tensorrt"]
+DEFAULT_LEVEL = 3  # TensorRT's own builder level
 
 
 def parse_witness(given: Any) -> Any:
@@ -39,7 +40,7 @@ class EngineOptions(Options):
     batches: Annotated[tuple[int, ...], BeforeValidator(parse_batch_sizes)] = option(
         (1, 8, 32, 128), "Batch sizes a plan is made for.", flag="--profiles", text=True
     )
-    builder_level: int = option(3, "0 (fast to build) to 5 (fast to run).")
+    builder_level: int = option(DEFAULT_LEVEL, "With --trt: 0 (fast to build) to 5 (fast to run).")
     timing_cache: Path | None = option(None, "With --trt: read if there, and written back.")
     version_compatible: bool = option(False, "Plan loads in newer TensorRT.")
     hardware_compatible: bool = option(False, "Plan runs on all since Ampere.")

@@ -257,6 +257,7 @@ def test_invalid_profiles(given: tuple[int, int, int], message: str) -> None:
     ("changes", "message"),
     [
         ({"builder_level": 6}, "builder level 6"),
+        ({"builder_level": 5}, "builder level 5: TensorRT for RTX builds the same plan at every level"),
         ({"version_compatible": True}, "version-compatible needs --trt"),
         ({"hardware_compatible": True}, "list them instead"),
     ],

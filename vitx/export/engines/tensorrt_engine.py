@@ -25,6 +25,7 @@ from vitx.export.engines.fused_layers import FusedLayer, count_types, layers_as_
 from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, write_plan
 from vitx.export.engines.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.engines.tensorrt_library import BuildJob, LayerRow, load_flavor
+from vitx.export.options import DEFAULT_LEVEL
 
 if TYPE_CHECKING:
     from vitx.export.engines.flash_nodes import FusedGraph
@@ -63,7 +64,7 @@ def engine_from_onnx(
     architectures: Sequence[str] = (),
     profiles: Sequence[Profile] = DEFAULT_PROFILES,
     timing_cache: Path | None = None,
-    builder_level: int = 3,
+    builder_level: int = DEFAULT_LEVEL,
     version_compatible: bool = False,
     hardware_compatible: bool = False,
     plugin: PluginName | None = None,
@@ -74,7 +75,7 @@ def engine_from_onnx(
     architectures: for TensorRT for RTX ("sm86", …; default: every one it knows from sm80 on). The classic library
         builds for this machine's GPU.
     timing_cache: read if the file exists, and written back: a second build does not time the same kernels again.
-    builder_level: 0 to 5; higher levels try more kernels and build more slowly.
+    builder_level: 0 to 5; higher levels try more kernels and build more slowly. Classic library only.
     version_compatible: the plan also loads in newer releases, and in the lean runtime.
     hardware_compatible: the plan runs on every GPU since Ampere.
     plugin: with "flash", Re-Attention and talking heads of a float16 or bfloat16 graph run in our kernels, which are
@@ -148,6 +149,11 @@ def check_options(flavor: Flavor, options: PlanOptions, timing_cache: Path | Non
         raise InputError(
             "TensorRT for RTX has no use for a timing cache: it times nothing ahead of time, and asking for one makes "
             "it look for a GPU; leave it out"
+        )
+    if options.builder_level != DEFAULT_LEVEL:
+        raise InputError(
+            f"builder level {options.builder_level}: TensorRT for RTX builds the same plan at every level, since it "
+            "chooses kernels on the GPU that loads it; leave it out (--builder-level needs --trt)"
         )
     if options.version_compatible:
         raise InputError("TensorRT for RTX loads plans of its own release only: version-compatible needs --trt")
