@@ -212,6 +212,10 @@ def test_a_cifar_image_is_three_planes_behind_its_labels(tmp_path: Path) -> None
         ({b"data": np.zeros((2, 3072), np.uint8)}, "is not a batch of CIFAR: b'fine_labels'"),
         ({b"data": np.zeros((2, 5), np.uint8), b"fine_labels": [0, 0]}, "is not a batch of CIFAR: cannot reshape"),
         ({b"data": [None], b"fine_labels": [0]}, "is not a batch of CIFAR: "),
+        ({b"data": [[300] * 3072], b"fine_labels": [0]}, "is not a batch of CIFAR: "),
+        ({b"data": np.zeros((0, 3072), np.uint8), b"fine_labels": []}, "has 0 images and 0 labels: unpack it again"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"fine_labels": [-1]}, "has the label -1 but names 1 classes"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"fine_labels": [[0]]}, "is not a batch of CIFAR: labels of 2 axes"),
         ([1, 2], "is not a file of CIFAR: it holds a list"),
         (np.float64(1), r"is not a file of CIFAR: it asks for numpy\._core\.multiarray\.scalar"),
     ],
@@ -222,6 +226,20 @@ def test_a_pickled_batch_that_is_none(tmp_path: Path, content: Any, message: str
     (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"cat"]}))
     (folder / "train").write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(InputError, match=message):
+        open_images(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("names", [{}, {b"fine_label_names": None}, {b"fine_label_names": ["cat"]}, b"\xff\xfe"])
+def test_damaged_names_of_classes_are_said_to_be(tmp_path: Path, names: Any) -> None:
+    if isinstance(names, bytes):
+        folder = cifar_100(tmp_path / "cifar-100-binary", {"train.bin": np.zeros((1, 3074), np.uint8)})
+        (folder / "fine_label_names.txt").write_bytes(names)
+    else:
+        (tmp_path / "cifar-100-python").mkdir()
+        batch = {b"data": np.zeros((1, 3072), np.uint8), b"fine_labels": [0]}
+        (tmp_path / "cifar-100-python" / "train").write_bytes(pickle.dumps(batch, protocol=4))
+        (tmp_path / "cifar-100-python" / "meta").write_bytes(pickle.dumps(names))
+    with pytest.raises(InputError, match="does not name the classes of CIFAR"):
         open_images(str(tmp_path), "train")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.errors import InputError
+from vitx.core.errors import UNUSABLE, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.data.image_set import ImageSet, Split, encode_png
 
@@ -71,8 +71,9 @@ def open_cifar(folder: Path, split: Split) -> ImageSet:
     parts = [read(_existing(folder / name), archive) for name in files]
     labels = np.concatenate([part[1] for part in parts])
     names = _class_names(_existing(folder / archive.class_names), archive)
-    if labels.max() >= len(names):
-        raise InputError(f"{folder} has the label {labels.max()} but names {len(names)} classes: unpack it again")
+    for label in (labels.min(), labels.max()):
+        if not 0 <= label < len(names):
+            raise InputError(f"{folder} has the label {label} but names {len(names)} classes: unpack it again")
     return ImageSet(
         name=str(folder),
         class_names=names,
@@ -109,17 +110,23 @@ def _read_python(path: Path, archive: _Archive) -> tuple[UInt8Array, npt.NDArray
         flat = np.asarray(batch[b"data"], np.uint8)
         labels = np.asarray(batch[archive.label_key.encode()], np.int64)
         images = _as_images(flat)
-    except (KeyError, ValueError, TypeError) as error:
+        if labels.ndim != 1:
+            raise ValueError(f"labels of {labels.ndim} axes")
+    except UNUSABLE as error:
         raise InputError(f"{path} is not a batch of CIFAR: {error}") from None
-    if len(images) != len(labels):
-        raise InputError(f"{path} has {len(images)} images and {len(labels)} labels: unpack it again")
+    if len(images) != len(labels) or not len(labels):
+        raise InputError(f"{path} has {len(images)} images and {labels.size} labels: unpack it again")
     return images, labels
 
 
 def _class_names(path: Path, archive: _Archive) -> tuple[str, ...]:
-    if archive.label_bytes:
-        return tuple(path.read_text().split())
-    return tuple(name.decode() for name in _unpickle(path)[archive.names_key.encode()])
+    content = path.read_bytes() if archive.label_bytes else _unpickle(path)
+    try:
+        if isinstance(content, bytes):
+            return tuple(content.decode().split())
+        return tuple(name.decode() for name in content[archive.names_key.encode()])
+    except UNUSABLE as error:
+        raise InputError(f"{path} does not name the classes of CIFAR ({error}): unpack it again") from None
 
 
 class _ArraysOnly(pickle.Unpickler):
