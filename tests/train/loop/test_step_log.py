@@ -107,3 +107,12 @@ def test_resuming_writes_the_end_that_a_kill_after_the_last_checkpoint_left_out(
     files = sorted(run.rglob("*"))
     train(recipe, run, resume=True, device="cpu", quiet=True)
     assert (sorted(run.rglob("*")), metrics_of(run)) == (files, rows), "a run that has its end is left alone"
+
+
+@pytest.mark.parametrize("setting", ["optimizer.lr=1e9", "losses.cosine=1e308"])
+def test_a_dry_run_does_not_pass_where_its_steps_are_not_finite(tmp_path: Path, vitx: Vitx, setting: str) -> None:
+    small = ("model.kwargs.depth=1", "batch_size=8", "workers=0", "schedule.warmup_epochs=0", setting)
+    settings = [word for change in small for word in ("--set", change)]
+    code, out, said = vitx("train", "digits-deit", "--out", tmp_path / "run", "--dry-run", *settings)
+    assert (code, out, [*tmp_path.iterdir()]) == (1, "", [])
+    assert said.startswith("error: the loss or its gradient is not finite at step ")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vitx.core.errors import CheckFailed
 from vitx.core.run import RunFolder
 from vitx.models.device import choose_device
 from vitx.train.loop.checkpoint import newest_checkpoint
@@ -28,7 +29,7 @@ def dry_run(
 ) -> dict[str, Any]:
     """Take a few steps of `recipe`, and return data, shapes, memory, steps and time; nothing is written.
 
-    Raises what `train` raises before and in its first steps.
+    Raises what `train` raises before and in its first steps, and CheckFailed where one of these is not finite.
     """
     check_run_folder(RunFolder(out), recipe, resume=resume)
     with join_processes(chosen := choose_device(device)) as processes:
@@ -37,6 +38,7 @@ def dry_run(
             recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True, initial_weights=begins
         )
         seconds = _seconds_of_a_step(trainer)
+        _check_finite(trainer)
         data, size, train = trainer.data, recipe.preprocessing.image_size, len(trainer.train_images)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         evaluated = len(trainer.val_images)
@@ -66,6 +68,17 @@ def _seconds_of_a_step(trainer: Trainer) -> float:
         times.append(time.perf_counter())
     seconds = [after - before for before, after in pairwise(times)]
     return median(seconds[WARM_UP_STEPS:] or seconds[-1:])
+
+
+def _check_finite(trainer: Trainer) -> None:
+    """Raise CheckFailed where the run itself would stop at one of the steps that were taken."""
+    found = [number for number in trainer.processes.gather(trainer.log.first_not_finite()) if number is not None]
+    if found:
+        settings = trainer.recipe.optimizer
+        raise CheckFailed(
+            f"the loss or its gradient is not finite at step {min(found) + 1}: look at optimizer.lr ({settings.lr:g}), "
+            "the losses' weights and the other settings"
+        )
 
 
 def _memory_gib(device: torch.device) -> float:
