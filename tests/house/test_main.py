@@ -236,6 +236,7 @@ def test_an_error_of_the_system_about_a_file_is_one_line(
         ("tempfile._candidate_tempdir_list = list; tempfile.gettempdir()", "no folder for temporary files can be "),
         ("os.rmdir(os.getcwd()); os.getcwd()", "the working folder is gone: change to another one, or give absolute "),
         ("[os.dup(0) for _ in range(20)]", "Too many open files: raise the limit of open files (ulimit -n)"),
+        ("raise RuntimeError('unable to open <x>: Too many open files (24)')", "Too many open files: raise the limit "),
         ("threading.stack_size(1 << 50); threading.Thread().start()", "can't start new thread: raise the limit of thr"),
         ("raise BlockingIOError(errno.EAGAIN, 'of fork')", "[Errno 11] of fork: raise the limit of threads and "),
     ],

@@ -1,5 +1,8 @@
 """A network from its specification, its weights from a file, its input from bytes, and the device it runs on."""
 
+import errno
+import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,19 @@ SPEC = ModelSpec(name="deit_digits", num_classes=7, kwargs={"depth": 1})
 
 def small() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+
+
+def test_weights_that_cannot_be_opened_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    save_file(small().state_dict(), path := tmp_path / "w.safetensors")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as error:
+            load_weights(small(), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert error.value.errno == errno.EMFILE
 
 
 def test_a_network_has_the_classes_and_arguments_of_its_specification() -> None:

@@ -137,6 +137,9 @@ def _lacking(error: BaseException) -> str | None:
     if no_thread or (isinstance(error, BlockingIOError) and error.filename is None):  # the latter of fork
         limits = "of threads and processes (ulimit -u, or its container's), or of memory (ulimit -v)"
         return f"{first_line(error)}: raise the limit {limits}"
+    too_many = os.strerror(errno.EMFILE)
+    if isinstance(error, RuntimeError) and too_many in str(error):  # torch's, of a file of weights
+        return f"{too_many}: raise the limit of open files (ulimit -n)"
     if not isinstance(error, OSError):
         return None
     if error.errno in TOO_MANY_FILES:

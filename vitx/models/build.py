@@ -44,6 +44,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Load a safetensors file whose keys and shapes must be exactly the model's."""
     try:
         state = load_file(path)
+    except FileNotFoundError:  # which safetensors says of every file that it cannot open
+        with path.open("rb"):
+            raise
     except SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file: {error}") from None
     expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
