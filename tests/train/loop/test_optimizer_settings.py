@@ -106,6 +106,8 @@ def test_a_schedule_that_timm_does_not_take_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     with pytest.raises(InputError, match=r"^schedule\.name=wsd cannot be made with these settings: .*decay_epochs"):
         build_schedule(optimizer, Schedule(name="wsd", kwargs={"decay_epochs": 9}), epochs=2, steps=3)
+    with pytest.raises(InputError, match=r"^schedule\.name=rsqrt cannot be made with these settings: .*infinity"):
+        build_schedule(optimizer, Schedule(name="rsqrt", kwargs={"decay_epochs": 1e308}), epochs=2, steps=3)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
         ("epochs=2.5", "--set epochs: given '2.5', expected: a valid integer"),
         ("epochs=true", "--set epochs: given 'true', expected: a valid integer"),
         ("epochs=0", "--set epochs: given '0', expected: greater than 0"),
+        ('stages=[{"until": 5, "drop_path_rate": 1}]', r"expected: less than 1 \(at 0\.drop_path_rate\)"),
         ('stages=[{"until": 5}]', r"expected: Field required \(at 0\.drop_path_rate\)"),
         ("optimizer.betas=[0.9,true]", r"expected: a valid number \(at 1\)"),
         ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),

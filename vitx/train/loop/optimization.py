@@ -117,7 +117,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
                 updates_per_epoch=steps,
                 **settings.kwargs,
             )
-    except (TypeError, ValueError, AssertionError, Warning) as error:
+    except (Warning, *UNUSABLE) as error:
         raise InputError(f"schedule.name={settings.name} cannot be made with these settings: {error}") from None
     return schedule
 

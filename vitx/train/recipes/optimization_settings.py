@@ -86,7 +86,7 @@ class Stage(Record):
     """Epochs that are trained as a run of their own before those that the recipe's other settings describe."""
 
     until: PositiveInt = Field(description="the last epoch of the stage, and the length of its schedule")
-    drop_path_rate: Fraction
+    drop_path_rate: Decay  # 1 would drop every path, and rounding makes more of it
     fresh_optimizer: bool = Field(default=True, description="the optimizer's state is begun anew after the stage")
 
 
