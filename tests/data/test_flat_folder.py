@@ -8,7 +8,7 @@ from PIL import Image
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
-from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, data_of_run
+from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, ImagesOfSplit, data_of_run
 from vitx.data.open import open_images
 
 ODD = "[/b] a dog"  # a folder "[" and one in it: paths have brackets and spaces
@@ -128,3 +128,19 @@ def test_a_file_and_a_class_that_is_called_train(tmp_path: Path) -> None:
 def test_the_evaluation_split_has_the_names_that_others_give_it(tmp_path: Path, name: str) -> None:
     root = photos(tmp_path, {"train/cat": 2, "train/dog": 2, f"{name}/cat": 1, f"{name}/dog": 1})
     assert open_images(str(root), "val").keys == ("cat/0.png", "dog/0.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"class_names": ("bird", "dog")}, r"split\.json has 'cat/.*\.png' and 3 more, below the folder of no class: "),
+        ({"train": ImagesOfSplit(images=("/etc/hostname",))}, r"has '/etc/hostname', below the folder of no class: "),
+        ({"train": ImagesOfSplit(images=())}, r"split\.json has no train images: restore the file, or train into"),
+    ],
+)
+def test_a_damaged_split_is_said_to_be(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    root = photos(tmp_path / "photos", {"cat": 10, "dog": 10})
+    split = FolderSplit.of(open_images(root, "train"), open_images(root, "val"))
+    write_json(tmp_path / SPLIT_FILE, split.model_copy(update=change))
+    with pytest.raises(InputError, match=said):
+        open_images(tmp_path / SPLIT_FILE, "train")

@@ -85,6 +85,10 @@ def open_split_file(path: Path, split: Split) -> ImageSet:
     part: ImagesOfSplit = getattr(kept, split)
     root, numbers = Path(kept.folder), {name: number for number, name in enumerate(kept.class_names)}
     paths = tuple(root / name for name in part.images)
+    classless = [name for name in part.images if name.partition("/")[0] not in numbers]
+    if classless or not paths:
+        what = f"has {quoted(classless)}, below the folder of no class" if classless else f"has no {split} images"
+        raise InputError(f"{path} {what}: restore the file, or train into another --out")
     missing = [str(file) for file in paths if not file.is_file()]
     if missing:
         raise InputError(
