@@ -1,6 +1,7 @@
 """One folder of images a class: how it is split, that a run keeps its split, and the errors of a newcomer's folder."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from PIL import Image
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
-from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, ImagesOfSplit, data_of_run
+from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, ImagesOfSplit, check_outside, data_of_run
 from vitx.data.open import open_images
 
 ODD = "[/b] a dog"  # a folder "[" and one in it: paths have brackets and spaces
@@ -144,3 +145,14 @@ def test_a_damaged_split_is_said_to_be(tmp_path: Path, change: dict[str, object]
     write_json(tmp_path / SPLIT_FILE, split.model_copy(update=change))
     with pytest.raises(InputError, match=said):
         open_images(tmp_path / SPLIT_FILE, "train")
+
+
+def test_a_run_folder_is_not_made_among_the_class_folders(tmp_path: Path) -> None:
+    images = open_images(photos(tmp_path / "photos", {"cat": 2, "dog": 2}), "train")
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
+    for inside in ("photos/runs/photos", "link/run"):
+        with pytest.raises(InputError, match=rf"/{inside}' is in '.*/photos', where the next run would take it for a"):
+            check_outside(images, tmp_path / inside)
+    for outside in ("runs/photos", "photos-runs", "photos/.runs/photos"):
+        check_outside(images, tmp_path / outside)
+    check_outside(replace(images, by_hash=False), tmp_path / "photos" / "run")

@@ -5,6 +5,7 @@ folder afterwards change neither what was trained on nor what is measured.
 """
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -52,6 +53,15 @@ def is_split_file(data: str) -> bool:
 def data_of_run(run: Path, data: str) -> str:
     """What a run's images are read from: its split.json, where it has one, or else its recipe's `data`."""
     return str((run / SPLIT_FILE).absolute()) if (run / SPLIT_FILE).is_file() else data
+
+
+def check_outside(images: ImageSet, out: Path) -> None:
+    """Raise InputError for a run folder among the class folders of `images`: it has images too, and looks like one."""
+    root, run = (Path(os.path.realpath(path)) for path in (images.name, out))
+    if images.by_hash and run.is_relative_to(root) and not run.relative_to(root).parts[0].startswith("."):
+        raise InputError(
+            f"'{out}' is in '{root}', where the next run would take it for a class of images: pass another --out"
+        )
 
 
 def is_flat(root: Path) -> bool:

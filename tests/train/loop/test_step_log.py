@@ -58,6 +58,8 @@ def test_a_run_on_photographs_is_tried_trained_and_resumed_with_its_split(
     assert not run.exists()
     assert vitx(*command, "--set", "epochs=1")[0] == 0
     assert vitx(*command)[0] == 2
+    code, _, said = vitx(*command, "--dry-run", "--out", photos / "runs")
+    assert (code, "would take it for a class of images: pass another --out" in said) == (2, True), said
     before = (run / "split.json").read_bytes()
     (photos / "class-0" / "new.png").write_bytes((photos / "class-0" / "0.png").read_bytes())
     code, out, said = vitx(*command[:-2], "--set", "epochs=1", "--resume")

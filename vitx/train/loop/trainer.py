@@ -19,7 +19,7 @@ from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
 from vitx.core.files import staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
-from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, data_of_run
+from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, check_outside, data_of_run
 from vitx.data.open import open_splits
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
@@ -161,6 +161,7 @@ class Trainer:
         data = data_of_run(run.path, recipe.data)
         check_size = recipe.preprocessing.check_size
         self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad, check_size=check_size)
+        check_outside(self.train_images, run.path)
         log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
             self.train_images,
