@@ -65,10 +65,11 @@ def test_a_sheet_is_nearly_square(tmp_path: Path, count: int, size: tuple[int, i
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 def test_a_disk_that_takes_no_more_is_told_with_the_way_to_go_on(tmp_path: Path, number: int) -> None:
+    remedy = "raise the limit of a file's size (ulimit -f)" if number == errno.EFBIG else "make room"
     with pytest.raises(EnvironmentMissing) as error, explain_full_disk(RunFolder(tmp_path)):
         raise OSError(number, "no more", "/disk/model.safetensors")
     assert str(error.value) == (
-        f"cannot write '/disk/model.safetensors': no more; '{tmp_path}' keeps its last checkpoint: make room, then "
+        f"cannot write '/disk/model.safetensors': no more; '{tmp_path}' keeps its last checkpoint: {remedy}, then "
         "go on with --resume"
     )
     with pytest.raises(EnvironmentMissing, match=r"^cannot write: no more; "), explain_full_disk(RunFolder(tmp_path)):

@@ -1,11 +1,12 @@
 """Failures of a training: a loss that is not finite (its batch is kept), a full disk, a process that died."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from vitx.core.errors import FULL_DISK, EnvironmentMissing
+from vitx.core.errors import FULL_DISK, TOO_LARGE, EnvironmentMissing
 from vitx.core.files import staged_folder, write_json
 from vitx.core.run import RunFolder
 from vitx.train.loop.first_batch import contact_sheet
@@ -37,8 +38,9 @@ def explain_full_disk(run: RunFolder) -> Iterator[None]:
         if error.errno not in FULL_DISK:
             raise
         where = f" '{error.filename}'" if error.filename else ""
+        remedy = TOO_LARGE if error.errno == errno.EFBIG else "make room"
         raise EnvironmentMissing(
-            f"cannot write{where}: {error.strerror}; '{run.path}' keeps its last checkpoint: make room, then "
+            f"cannot write{where}: {error.strerror}; '{run.path}' keeps its last checkpoint: {remedy}, then "
             "go on with --resume"
         ) from None
 

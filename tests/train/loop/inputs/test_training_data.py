@@ -233,13 +233,20 @@ def test_an_image_that_breaks_later_is_named(workers: int) -> None:
         list(broken.batches(1, workers))
 
 
-def test_full_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("No space left on device (28)", r"each worker needs 3 .*--shm-size\), or lower workers"),
+        ("File too large (27)", r"raise the limit of a file's size \(ulimit -f\), or lower workers"),
+    ],
+)
+def test_full_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch, reason: str, remedy: str) -> None:
     """Docker's /dev/shm has 64 MB, less than three batches of 128 images of 224 px for each of two workers."""
 
     def full(_: torch.Tensor) -> None:
-        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)\n")
+        raise RuntimeError(f"unable to allocate shared memory(shm): {reason}\n")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    words = r"^no shared memory for a batch of 49,152 bytes \(unable .* \(28\)\): each worker needs 3 .*--shm-size"
+    words = rf"^no shared memory for a batch of 49,152 bytes \(unable .* \(\d\d\)\): {remedy}"
     with pytest.raises(EnvironmentMissing, match=words):
         list(data(AFFINE).batches(1, workers=1))

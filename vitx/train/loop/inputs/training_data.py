@@ -5,6 +5,7 @@ resuming needs no generator's state. timm's and torchvision's transforms draw fr
 would share. So the workers are processes, and each sample seeds the generators (`vitx.train.randomness`).
 """
 
+import errno
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from vitx.core.errors import EnvironmentMissing, InputError, first_line
+from vitx.core.errors import TOO_LARGE, EnvironmentMissing, InputError, first_line
 from vitx.core.machine import require_socket_folder
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode, ignore_image_warnings
 from vitx.data.image_set import ImageSet
@@ -179,9 +180,13 @@ class TrainingData:
 
 def _no_shared_memory(error: RuntimeError, size: int) -> EnvironmentMissing:
     """What to do where a batch of `size` bytes has no room: a container's /dev/shm has 64 MB unless it was told so."""
+    if os.strerror(errno.EFBIG) in str(error):  # such memory is a file
+        remedy = TOO_LARGE
+    else:
+        remedy = f"each worker needs {BATCHES_AHEAD + 1} of them; enlarge /dev/shm (docker run --shm-size)"
     return EnvironmentMissing(
-        f"no shared memory for a batch of {size:,} bytes ({first_line(error)}): each worker needs "
-        f"{BATCHES_AHEAD + 1} of them; enlarge /dev/shm (docker run --shm-size), or lower workers (--set workers=0)"
+        f"no shared memory for a batch of {size:,} bytes ({first_line(error)}): {remedy}, or lower workers "
+        "(--set workers=0)"
     )
 
 
