@@ -156,3 +156,12 @@ def test_a_run_folder_is_not_made_among_the_class_folders(tmp_path: Path) -> Non
     for outside in ("runs/photos", "photos-runs", "photos/.runs/photos"):
         check_outside(images, tmp_path / outside)
     check_outside(replace(images, by_hash=False), tmp_path / "photos" / "run")
+
+
+def test_the_only_image_for_evaluation_that_is_left_out_is_not_the_only_one_of_its_class(tmp_path: Path) -> None:
+    root = photos(tmp_path, {"cat": 5, "dog": 5})
+    for key in open_images(root, "val").keys:
+        (root / key).write_bytes(b"no image")
+    assert len(open_images(root, "train", skip_bad=True)) == 8
+    with pytest.raises(InputError, match=r"no readable image of 'cat', 'dog' among those kept for evaluation$"):
+        open_images(root, "val", skip_bad=True)

@@ -18,6 +18,7 @@ from vitx.data.folder import CheckSize, FileReader, beside_classes, folders_in, 
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
 SPLIT_FILE = "split.json"
+PARTS: dict[Split, str] = {"train": " among those to train on", "val": " among those kept for evaluation"}
 EVALUATED_SHARE = 0.2
 # What others call splits; folders of these names alone, in capitals or not, are hardly classes.
 _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -81,8 +82,9 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool, check_size: CheckSize
     _require_two_of_each(root, classes, [len(paths) for paths in images])
     chosen = [(path, label) for label, paths in enumerate(images) for path in _of_split(root, paths, split)]
     beside = beside_classes(root) if split == "train" else []  # said once
+    name = str(root)
     images_of_split = readable_images(
-        root, classes, chosen, beside, name=str(root), skip_bad=skip_bad, check_size=check_size
+        root, classes, chosen, beside, name=name, skip_bad=skip_bad, check_size=check_size, part=PARTS[split]
     )
     return replace(images_of_split, by_hash=True)
 

@@ -140,10 +140,12 @@ def readable_images(
     name: str,
     skip_bad: bool,
     check_size: CheckSize | None,
+    part: str = "",
 ) -> ImageSet:
     """Those images `found` in `folder`, each with its class number, that can be read; beside: of `beside_classes`.
 
-    Without classes every number is -1. Raises InputError for a class without a readable image, or where none is.
+    Without classes every number is -1. part: which images of the folder these are, in words. Raises InputError for a
+    class without a readable image, or where none is.
     """
     checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
@@ -156,7 +158,7 @@ def readable_images(
     counts = np.bincount([label for _, label in good if class_names], minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty or not good:
-        raise InputError(f"{folder} has no readable image{' of ' * bool(empty)}{quoted(empty)}")
+        raise InputError(f"{folder} has no readable image{' of ' * bool(empty)}{quoted(empty)}{part}")
     paths = tuple(path for path, _ in good)
     return ImageSet(
         name=name,
