@@ -49,9 +49,10 @@ def test_errors_of_a_full_disk(error: Exception, full: bool, tmp_path: Path) -> 
         return
     assert raised.value.__cause__ is error
     # SQLite sorts in files of its own, perhaps on another disk.
-    temporary = ", or that of SQLite's temporary files ($SQLITE_TMPDIR)" if isinstance(error, sqlite3.Error) else ""
+    others = ", or that of SQLite's temporary files ($SQLITE_TMPDIR), or a file may not grow (ulimit -f)"
+    others = others if isinstance(error, sqlite3.Error) else ""
     assert str(raised.value) == (
-        f"the disk of '{tmp_path}' is full ({error}){temporary}: make room and run the same command again; "
+        f"the disk of '{tmp_path}' is full ({error}){others}: make room and run the same command again; "
         "finished shards are kept"
     )
 

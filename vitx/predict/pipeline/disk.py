@@ -25,9 +25,11 @@ def full_disk_explained(out: Path) -> Iterator[None]:
     except (OSError, sqlite3.OperationalError) as error:
         if not is_full(error):
             raise
-        temporary = ", or that of SQLite's temporary files ($SQLITE_TMPDIR)" if isinstance(error, sqlite3.Error) else ""
+        others = ""
+        if isinstance(error, sqlite3.Error):  # which does not tell one from the other
+            others = ", or that of SQLite's temporary files ($SQLITE_TMPDIR), or a file may not grow (ulimit -f)"
         raise EnvironmentMissing(
-            f"the disk of '{out}' is full ({error}){temporary}: make room and run the same command again; "
+            f"the disk of '{out}' is full ({error}){others}: make room and run the same command again; "
             "finished shards are kept"
         ) from error
 
