@@ -1,0 +1,28 @@
+"""The pages that readers outside vitx rely on name every field that vitx writes; an unnamed one must be refused."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from vitx.core.bundle import Manifest, OutputSpec, Provenance
+from vitx.core.certificate import Certificate
+from vitx.train.study.result import StudyResult
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("record", "pages"),
+    [
+        (Manifest, ["bundle.md"]),
+        (OutputSpec, ["bundle.md"]),
+        (Provenance, ["bundle.md"]),
+        (Certificate, ["bundle.md", "parity.md"]),
+        (StudyResult, ["studies.md"]),
+    ],
+)
+def test_a_page_names_every_field(record: type[BaseModel], pages: list[str]) -> None:
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in pages)
+    unnamed = [name for name in record.model_fields if f"`{name}`" not in text]
+    assert not unnamed, f"{' and '.join(pages)} do not name {unnamed} of {record.__name__}"
