@@ -60,7 +60,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     def images(data: str) -> Any:
         splits = ("train", "val")
-        return [SimpleNamespace(skipped=(), class_names=("a", "b"), name=f"{split} of {data}") for split in splits]
+        known = {"skipped": (), "class_names": ("a", "b"), "by_hash": False}
+        return [SimpleNamespace(name=f"{split} of {data}", **known) for split in splits]
 
     network = Network()
     stand_in("open_splits", images)
