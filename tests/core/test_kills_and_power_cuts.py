@@ -81,7 +81,7 @@ def test_a_checkpoint_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
         calls.index(call) for call in ("rename epoch-0003", "replace metrics.jsonl", "replace last", "replace best")
     ]
     assert order == sorted(order)
-    assert order[-1] < calls.index("rmdir epoch-0001")
+    assert order[-1] < calls.index("rename .epoch-0001.*") < calls.index("rmdir .epoch-0001.*")
 
 
 def test_a_checkpoint_within_an_epoch_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from vitx.core.files import Record, read_record, sha256_file
 ENGINES_FOLDER = "engines"  # of a bundle
 Flavor = Literal["tensorrt", "tensorrt-rtx"]
 PluginName = Literal["flash"]
+DEFAULT_LEVEL = 3  # TensorRT's own builder level
 FLAVORS: tuple[Flavor, ...] = ("tensorrt", "tensorrt-rtx")
 EXTRAS: dict[Flavor, str] = {"tensorrt": "trt", "tensorrt-rtx": "trt-rtx"}
 # The module of each and the distributions that bring it. The lean runtime loads version-compatible plans only.

@@ -17,10 +17,9 @@ from vitx.core.options import (
     option,
     parse_batch_sizes,
 )
-from vitx.core.tensorrt_plan import PluginName
+from vitx.core.tensorrt_plan import DEFAULT_LEVEL, PluginName
 
 Target = Literal["cpu", "tensorrt"]
-DEFAULT_LEVEL = 3  # TensorRT's own builder level
 
 
 def parse_witness(given: Any) -> Any:

@@ -18,14 +18,13 @@ from vitx.core.bundle import timestamp
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import check_file, sha256_bytes, sha256_file, write_bytes
-from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
+from vitx.core.tensorrt_plan import DEFAULT_LEVEL, Flavor, PlanInfo, PlanOptions, PluginName, Profile
 from vitx.export.engines.architectures import with_precision
 from vitx.export.engines.build_log import BuildLog, BuildProgress
 from vitx.export.engines.fused_layers import FusedLayer, count_types, layers_as_text
 from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, write_plan
 from vitx.export.engines.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.engines.tensorrt_library import BuildJob, LayerRow, load_flavor
-from vitx.export.options import DEFAULT_LEVEL
 
 if TYPE_CHECKING:
     from vitx.export.engines.flash_nodes import FusedGraph

@@ -171,8 +171,9 @@ def _remove_unnamed(folder: Path, keep_every: int) -> None:
         kind, _, number = path.name.partition("-")
         kept = bool(keep_every) and kind == "epoch" and number.isdigit() and int(number) % keep_every == 0
         if path.is_dir() and not path.is_symlink() and path.name not in linked and not kept:
-            hidden = path.with_name(f".{path.name.lstrip('.')}")  # what has the name of a checkpoint is whole
-            shutil.rmtree(path.rename(hidden))
+            if kind in ("epoch", "step"):  # what has a checkpoint's name is whole
+                path = path.rename(path.with_name(f".{path.name}.old"))
+            shutil.rmtree(path)
 
 
 def remove_unfinished_writes(run: RunFolder) -> None:
