@@ -19,7 +19,15 @@ from typer.core import TyperGroup
 
 from vitx import __version__
 from vitx.core.console import Forgiving, Output, ending_signals, log
-from vitx.core.errors import FULL_DISK, TOO_MANY_FILES, EnvironmentMissing, VitxError, first_line, naming_extra
+from vitx.core.errors import (
+    FULL_DISK,
+    MORE_FILES,
+    TOO_MANY_FILES,
+    EnvironmentMissing,
+    VitxError,
+    first_line,
+    naming_extra,
+)
 
 
 class Verb(NamedTuple):
@@ -139,11 +147,11 @@ def _lacking(error: BaseException) -> str | None:
         return f"{first_line(error)}: raise the limit {limits}"
     too_many = os.strerror(errno.EMFILE)
     if isinstance(error, RuntimeError) and too_many in str(error):  # torch's, of a file of weights
-        return f"{too_many}: raise the limit of open files (ulimit -n)"
+        return f"{too_many}: {MORE_FILES}"
     if not isinstance(error, OSError):
         return None
     if error.errno in TOO_MANY_FILES:
-        return f"{error.strerror}: raise the limit of open files (ulimit -n)"
+        return f"{error.strerror}: {MORE_FILES}"
     if error.errno == errno.ENOENT and error.filename is None:  # of no file that was given
         if "temporary directory" in str(error):  # of `tempfile`, perhaps while a library is imported
             return "no folder for temporary files can be written: set TMPDIR"

@@ -75,13 +75,15 @@ def run_limited(
 @contextmanager
 def _working_folder_not_searched() -> Iterator[None]:
     """A process that starts within the block finds no `random.py` there, before multiprocessing gives it our path."""
-    before = os.environ.get("PYTHONSAFEPATH", "")
+    before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
-        os.environ.pop("PYTHONSAFEPATH")
-        os.environ.update({"PYTHONSAFEPATH": before} if before else {})
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 @contextmanager

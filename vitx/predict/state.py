@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing, InputError
+from vitx.core.errors import MORE_FILES, TOO_MANY_FILES, EnvironmentMissing, InputError
 from vitx.core.files import make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory, base_of
 from vitx.predict.inputs.stores import shown, without_user
@@ -80,9 +80,7 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                 raise
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code == sqlite3.SQLITE_CANTOPEN and usable:  # SQLite does not tell what the system said
-                raise EnvironmentMissing(
-                    f"cannot open '{state / LEDGER}' ({error}): raise the limit of open files (ulimit -n)"
-                ) from None
+                raise EnvironmentMissing(f"cannot open '{state / LEDGER}' ({error}): {MORE_FILES}") from None
             if code in _NO_ACCESS:
                 again = "make that file and its folder writable for you, or choose another folder"
                 raise InputError(f"cannot write to '{state / LEDGER}' ({error}): {again}") from None

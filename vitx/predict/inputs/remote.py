@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing
+from vitx.core.errors import MORE_FILES, TOO_MANY_FILES, EnvironmentMissing
 from vitx.core.preprocess import MAX_PIXELS, ImageError
 from vitx.core.urls import open_store
 
@@ -141,7 +141,7 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
                 shown = cause if _is_http_error(cause) else error
                 text = " ".join(str(shown).split())[:MAX_REASON]  # a library may quote kilobytes of an answer
                 if _lacks_files(error):  # no fault of the store: it must not become a row
-                    raise EnvironmentMissing(f"{problem}: {text}: raise the limit of open files (ulimit -n)") from None
+                    raise EnvironmentMissing(f"{problem}: {text}: {MORE_FILES}") from None
                 raise ImageError(f"{problem}: {type(shown).__name__}: {text}") from None
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")

@@ -72,11 +72,11 @@ def _seconds_of_a_step(trainer: Trainer) -> float:
 
 def _check_finite(trainer: Trainer) -> None:
     """Raise CheckFailed where the run itself would stop at one of the steps that were taken."""
-    found = [number for number in trainer.processes.gather(trainer.log.first_not_finite()) if number is not None]
-    if found:
+    found = trainer.log.first_of_all(trainer.processes)
+    if found is not None:
         settings = trainer.recipe.optimizer
         raise CheckFailed(
-            f"the loss or its gradient is not finite at step {min(found) + 1}: look at optimizer.lr ({settings.lr:g}), "
+            f"the loss or its gradient is not finite at step {found + 1}: look at optimizer.lr ({settings.lr:g}), "
             "the losses' weights and the other settings"
         )
 

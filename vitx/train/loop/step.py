@@ -155,6 +155,11 @@ class EpochLog:
         found = (~torch.isfinite(self.checked_totals)).nonzero()
         return int(found[0]) if len(found) else None
 
+    def first_of_all(self, processes: Processes) -> int | None:
+        """As `first_not_finite`, of all processes, which have to call it together."""
+        found = processes.gather(self.first_not_finite())
+        return min((number for number in found if number is not None), default=None)
+
     def totals(self) -> dict[str, float]:
         """The sums of the losses by name. A Python float holds a float32 exactly, so a resumed epoch has equal sums."""
         return {name: value.item() for name, value in self.sums.items()}

@@ -449,13 +449,13 @@ class Trainer:
 
     def _check_finite(self, epoch: int) -> None:
         """Raise CheckFailed when a loss or gradient of the epoch so far was not finite; called before saving."""
-        found = [number for number in self.processes.gather(self.log.first_not_finite()) if number is not None]
-        if not found:
+        found = self.log.first_of_all(self.processes)
+        if found is None:
             return
-        where = save_failed_batch(self.run, self.data, epoch, min(found)) if self.processes.writes else ""
+        where = save_failed_batch(self.run, self.data, epoch, found) if self.processes.writes else ""
         settings = self.recipe.optimizer
         raise CheckFailed(
-            f"the loss or its gradient is not finite at batch {min(found)} in epoch {epoch}: lower optimizer.lr "
+            f"the loss or its gradient is not finite at batch {found} in epoch {epoch}: lower optimizer.lr "
             f"({settings.lr:g}) or {'' if settings.clip else 'set '}optimizer.clip ({settings.clip:g}); its images are "
             f"in '{where}', and the last checkpoint is kept"
         )
