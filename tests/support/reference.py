@@ -33,7 +33,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 assert module.running_mean is not None
                 assert module.running_var is not None
                 shape = module.running_mean.shape
@@ -53,9 +53,9 @@ def randomize_like_trained(model: nn.Module, seed: int = 0) -> nn.Module:
                 weight = name == "weight" and parameter.ndim > 1
                 gain = 0.8 / math.sqrt(parameter[0].numel()) if weight else 0.1 if parameter.ndim < 2 else 0.3
                 parameter.copy_(gain * torch.randn(parameter.shape, generator=generator))
-            if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+            if isinstance(module, nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d):
                 module.weight.add_(1.0)
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 assert module.running_mean is not None
                 assert module.running_var is not None
                 variance = 1e-3 if path.endswith("var_norm") else 1.0  # of attention maps, and of features

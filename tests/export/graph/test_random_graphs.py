@@ -1,4 +1,4 @@
-"""Graphs drawn at random, of layers, factors, sums, views and transposes: all folds together keep every value."""
+"""Graphs drawn at random, of layers, norms, factors, sums, views and splits: all folds together keep every value."""
 
 import copy
 from collections import Counter
@@ -17,7 +17,7 @@ from vitx.export.graph.simplify import FOLDS, simplify
 from vitx.export.graph.view_folds import ELEMENTWISE
 
 Array = npt.NDArray[Any]
-SEEDS, NODES = range(64), 14
+SEEDS, NODES = range(96), 14
 # A dimension: a number, or a multiple of the batch, of which a shape has one.
 Dim = int | str
 
@@ -43,6 +43,7 @@ class Drawn:
         self.value = "x"
         steps = [self.layer, self.layer, self.factor, self.factor, self.shift, self.shift, self.transpose]
         steps += [self.transpose, self.view, self.view, self.function, self.slice, self.pad, self.parts, self.constant]
+        steps += [self.norm, self.convolution, self.split, self.expand, self.scores]
         while len(self.nodes) < NODES:
             steps[self.rng.integers(len(steps))]()
             if self.rng.random() < 0.06:
@@ -93,9 +94,83 @@ class Drawn:
             sizes: Any = [(channels,), (1, channels), (), None][kind]
             bias = self.spread(wide=True) if sizes is None else self.numbers(*sizes)
             self.new("Add", self.either_order(bias), [*self.shape])
-        for step in (self.transpose, self.view, self.factor):
+        for step in (self.transpose, self.view, self.split, self.factor, self.norm):
             if self.rng.random() < 0.5:
                 step()
+
+    def convolution(self) -> None:
+        """In groups or not, padded at the end or not."""
+        channels, *sides = self.shape[1:] if len(self.shape) > 2 else ["1*N"]
+        if not isinstance(channels, int) or not all(isinstance(side, int) for side in sides):
+            self.view()
+            return
+        groups = int(self.rng.choice([size for size in range(1, channels + 1) if channels % size == 0]))
+        filters, kernel = groups * int(self.rng.integers(1, 4)), int(self.rng.integers(1, 3))
+        pad = kernel - 1 if self.rng.random() < 0.5 or 1 in sides else 0
+        weight = self.rng.normal(0, 1, (filters, channels // groups, *[kernel] * len(sides))).astype(np.float32)
+        inputs = [self.value, self.constant_of(weight), *([self.numbers(filters)] if self.rng.random() < 0.5 else [])]
+        shape: list[Dim] = [self.shape[0], filters, *(times(side) + pad - kernel + 1 for side in sides)]
+        self.new("Conv", inputs, shape, group=groups, pads=[0] * len(sides) + [pad] * len(sides))
+
+    def norm(self) -> None:
+        """Along the second axis, mostly with a layer behind it."""
+        if len(self.shape) < 2 or not isinstance(channels := self.shape[1], int):
+            return
+        inputs = [self.value, *(self.numbers(channels) for _ in range(3))]
+        variance = self.constant_of(self.rng.uniform(0.5, 2, channels).astype(np.float32))
+        self.new("BatchNormalization", [*inputs, variance], [*self.shape], epsilon=float(self.rng.choice([1e-5, 0.1])))
+        if self.rng.random() < 0.6:
+            (self.layer if len(self.shape) < 3 else self.convolution)()
+
+    def split(self) -> None:
+        """One of two parts goes on; another output may read the other."""
+        axes = [axis for axis, dim in enumerate(self.shape) if isinstance(dim, int) and dim > 1]
+        if not axes:
+            return
+        axis, index = int(self.rng.choice(axes)), len(self.nodes)
+        first = int(self.rng.integers(1, times(self.shape[axis])))
+        sizes, names = [first, times(self.shape[axis]) - first], [f"s{index}", f"t{index}"]
+        along = axis if self.rng.random() < 0.5 else axis - len(self.shape)
+        given = [self.value, self.constant_of(np.array(sizes))]
+        self.nodes.append(helper.make_node("Split", given, names, axis=along))
+        self.shapes |= {
+            name: [*self.shape[:axis], size, *self.shape[axis + 1 :]] for name, size in zip(names, sizes, strict=True)
+        }
+        taken = int(self.rng.integers(2))
+        self.value = names[taken]
+        if self.rng.random() < 0.5:
+            self.outputs.append(names[1 - taken])
+
+    def expand(self) -> None:
+        """The largest along an axis, expanded and beside the value or beside itself."""
+        axes = [axis for axis, dim in enumerate(self.shape) if isinstance(dim, int)]
+        if not axes:
+            return
+        whole, axis = self.value, int(self.rng.choice(axes))
+        shape: list[Dim] = [*self.shape[:axis], 1, *self.shape[axis + 1 :]]
+        self.new("ReduceMax", [whole, self.constant_of(np.array([axis]))], shape)
+        target = [dim if isinstance(dim, int) else 1 for dim in self.shapes[whole]]
+        self.new("Expand", [self.value, self.constant_of(np.array(target))], [*self.shapes[whole]])
+        beside = whole if self.rng.random() < 0.8 else self.value
+        self.new(str(self.rng.choice(["Add", "Mul"])), self.either_order(beside), [*self.shape])
+
+    def scores(self) -> None:
+        """The products of queries and keys, with a factor for each matrix or one for all."""
+        source, count = self.value, int(self.rng.integers(1, 4))
+        if len(self.shape) < 3 or not all(isinstance(dim, int) for dim in self.shape[-2:]):
+            self.view()
+            return
+        *lead, tokens, width = self.shape
+        sides = []
+        for _ in range(2):
+            weight = self.rng.normal(0, times(width) ** -0.5, (times(width), count)).astype(np.float32)
+            self.new("MatMul", [source, self.constant_of(weight)], [*lead, tokens, count])
+            sides.append(self.value)
+        last = len(self.shape)
+        self.new("Transpose", [sides[1]], [*lead, count, tokens], perm=[*range(last - 2), last - 1, last - 2])
+        self.new("MatMul", [sides[0], self.value], [*lead, tokens, tokens])
+        each = [times(dim) if isinstance(dim, int) and self.rng.random() < 0.5 else 1 for dim in lead]
+        self.new("Mul", self.either_order(self.numbers(*each, 1, 1)), [*self.shape])
 
     def either_order(self, constant: str) -> list[str]:
         return [self.value, constant] if self.rng.random() < 0.5 else [constant, self.value]

@@ -7,14 +7,13 @@ another node reads too stays what it was; a result that another node reads is no
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from vitx.export.graph.channels import spread
 from vitx.export.graph.edits import (
-    UNKNOWN,
     Array,
     array_of,
     constant,
@@ -30,31 +29,77 @@ from vitx.export.graph.edits import (
     shape_of,
     source_of,
 )
-from vitx.export.graph.view_folds import VIEWS, slice_of
+from vitx.export.graph.linear import Linear, layer_behind, linear_of, map_inputs, map_outputs, operands
+from vitx.export.graph.view_folds import slice_of
 
 # In elements. Two constants that are added one after the other, such as the position biases of heads and the masks of
 # windows, are joined up to this size: their sum has the shape that both are broadcast to.
 JOINED_LIMIT = 2**21
-# A factor that is one number varies along no axis: any will do.
-ANY = -1
 
 
 def fold_scales(graph: ir.Graph) -> int:
     """A factor for each output channel, or one for all: `c⊙(Wx + b) = (c⊙W)x + c⊙b`.
 
-    LayerScale, and 1/√d of attention. The factor may stand behind views and transposes of the layer's result: then the
-    axis along which it varies is followed back to the layer's channels.
+    LayerScale, and 1/√d of attention. The factor may stand behind views, transposes and a split of the layer's result,
+    and behind the product of queries and keys: then it is followed back to the layer's channels.
     """
     changed = 0
     for node in nodes_of(graph, "Mul"):
-        varying, factor = _operands(node)
+        varying, factor = operands(node)
         if varying is None or factor is None:
             continue
-        axis = _varying_axis(varying, factor)
-        layer = None if axis is None else _layer_behind(varying, axis)
-        if layer is not None:
-            _scale(graph, layer, factor.reshape(-1))
+        found = layer_behind(varying, (spread(varying, factor), 1.0))
+        if found is not None:
+            layer, (channels,) = found
+            map_outputs(graph, layer, channels)
             replace(graph, node, varying)
+            changed += 1
+    return changed
+
+
+def fold_norms_back(graph: ir.Graph) -> int:
+    """BatchNorm, in evaluation `s⊙y + t`, into the layer before it: `s⊙(Wx + b) + t = (s⊙W)x + (s⊙b + t)`.
+
+    What the rewrites leave are those of tokens, behind views of a layer's result.
+    """
+    changed = 0
+    for node in nodes_of(graph, "BatchNormalization"):
+        norm, shape = _norm_of(node), shape_of(node.inputs[0])
+        if norm is None or shape is None:
+            continue
+        varying = source_of(node)
+        scale, shift = (spread(varying, array.reshape(-1, *[1] * (len(shape) - 2))) for array in norm)
+        found = layer_behind(varying, (scale, 1.0), (shift, 0.0))
+        if found is not None and found[0].is_plain:
+            map_outputs(graph, found[0], *found[1])
+            replace(graph, node, source_of(node))  # a sum, where the layer had no bias
+            changed += 1
+    return changed
+
+
+def fold_norms_ahead(graph: ir.Graph) -> int:
+    """BatchNorm into the layer that alone reads it: `W(s⊙x + t) + b = (W s)x + (W t + b)`.
+
+    Not into a convolution with padding: the zeros of its border stand for normalised values.
+    """
+    changed = 0
+    for node in nodes_of(graph, "BatchNormalization"):
+        norm, output = _norm_of(node), node.outputs[0]
+        if norm is None or not is_inner(output):
+            continue
+        (reader,) = output.consumers()
+        layer = linear_of(reader.outputs[0])
+        if layer is None or layer.product is not reader or layer.data is not output or not layer.is_plain:
+            continue
+        if reader.op_type == "Conv":
+            padded = any(reader.attributes.get_ints("pads", ()))
+            fits = not padded and reader.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+        else:  # of a batch of matrices the second axis, along which the norm varies, is not that of the channels
+            fits = len(shape_of(output) or ()) == 2
+        # Of a MatMul the shift is added behind it.
+        if fits and (reader.op_type != "MatMul" or is_inner(reader.outputs[0])):
+            map_inputs(graph, layer, *norm)
+            replace(graph, node, source_of(node))
             changed += 1
     return changed
 
@@ -69,7 +114,7 @@ def split_joint_projections(graph: ir.Graph) -> int:
     for node in nodes_of(graph, "Transpose"):
         view = producer_of(node.inputs[0], "Reshape")
         perm = node.attributes.get_ints("perm", ())
-        layer = None if view is None else _linear(view.inputs[0])
+        layer = None if view is None else linear_of(view.inputs[0])
         if view is None or layer is None or not perm or not is_inner(source_of(node)) or not is_inner(source_of(view)):
             continue
         # Of a Gemm or Conv the last axis of the weight is not, or need not be, that of the channels.
@@ -96,7 +141,7 @@ def join_added_constants(graph: ir.Graph) -> int:
     """
     changed = 0
     for node in nodes_of(graph, "Add"):
-        varying, second = _operands(node)
+        varying, second = operands(node)
         if varying is None or second is None or not is_inner(varying):
             continue
         view = producer_of(varying, "Reshape")
@@ -104,7 +149,7 @@ def join_added_constants(graph: ir.Graph) -> int:
         first_add = producer_of(inner, "Add")
         if first_add is None or (view is not None and not is_inner(inner)):
             continue
-        source, first = _operands(first_add)
+        source, first = operands(first_add)
         if source is None or first is None or shape_of(source) != shape_of(inner):
             continue
         if view is not None:
@@ -124,7 +169,7 @@ def linears_as_gemm(graph: ir.Graph) -> int:
     changed = 0
     for node in nodes_of(graph, "Add"):
         output = node.outputs[0]
-        layer = _linear(output)
+        layer = linear_of(output)
         if layer is None or layer.bias is None or reshape_target(output) is None:
             continue
         shape = shape_of(layer.data)
@@ -139,121 +184,13 @@ def linears_as_gemm(graph: ir.Graph) -> int:
     return changed
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """A layer's nodes: `product` is a Conv, a Gemm or a MatMul; `addition` is of a MatMul's bias."""
-
-    product: ir.Node
-    addition: ir.Node | None
-    weight: Array
-    bias: Array | None
-
-    @property
-    def data(self) -> ir.Value:
-        return source_of(self.product)
-
-
-def _linear(value: ir.Value | None) -> _Linear | None:
-    """The layer that makes `value`, if its weight and bias are constants."""
-    addition = producer_of(value, "Add")
-    if addition is not None:
-        varying, bias = _operands(addition)
-        product = producer_of(varying, "MatMul")
-        inside = varying is not None and is_inner(varying) and shape_of(varying) == shape_of(addition.outputs[0])
-        # A bias for each channel: what varies along other axes is no part of the layer.
-        if product is None or bias is None or not inside or bias.size != (bias.shape[-1] if bias.ndim else 1):
-            return None
-        weight = array_of(product.inputs[1])
-        return _Linear(product, addition, weight, bias.reshape(-1)) if weight is not None and weight.ndim == 2 else None
-    product = producer_of(value, "MatMul", "Gemm", "Conv")
-    if product is None:
+def _norm_of(node: ir.Node) -> tuple[Array, Array] | None:
+    """Scale and shift of a BatchNorm in evaluation mode, float64 (C,), if they are constants."""
+    gamma, beta, mean, variance = (array_of(value) for value in node.inputs[1:])
+    if gamma is None or beta is None or mean is None or variance is None or len(node.outputs) != 1:
         return None
-    weight = array_of(product.inputs[1])
-    given = product.inputs[2] if len(product.inputs) > 2 else None
-    bias = array_of(given)
-    if weight is None or (product.op_type == "MatMul" and weight.ndim != 2) or (given is not None and bias is None):
-        return None
-    return _Linear(product, None, weight, bias)
-
-
-def _layer_behind(value: ir.Value, axis: int) -> _Linear | None:
-    """The layer whose result `value` is, behind views and transposes that nothing else reads.
-
-    axis: the one that must be the layer's channels, or ANY.
-    """
-    while is_inner(value):
-        layer = _linear(value)
-        if layer is not None:
-            rank = len(shape_of(value) or ())
-            return layer if axis in (ANY, 1 if layer.product.op_type == "Conv" else rank - 1) else None
-        node = producer_of(value, "Transpose", *VIEWS)
-        before = None if node is None else node.inputs[0]
-        if node is None or before is None:
-            return None
-        if axis != ANY:
-            moved = _axis_before(node, axis)
-            if moved is None:
-                return None
-            axis = moved
-        value = before
-    return None
-
-
-def _axis_before(node: ir.Node, axis: int) -> int | None:
-    """Where an axis of the output of a transpose or view is in its input; of a view only the last is followed."""
-    if node.op_type == "Transpose":
-        perm = node.attributes.get_ints("perm", ())
-        return perm[axis] if perm else None
-    before, after = shape_of(node.inputs[0]), shape_of(node.outputs[0])
-    if not before or not after or axis != len(after) - 1 or before[-1] != after[-1] or after[-1] == UNKNOWN:
-        return None
-    return len(before) - 1
-
-
-def _scale(graph: ir.Graph, layer: _Linear, factor: Array) -> None:
-    """Multiply the layer's outputs by a number (1,) or each channel by its own (C,), in place."""
-    product = layer.product
-    by_row = product.op_type == "Conv" or (product.op_type == "Gemm" and product.attributes.get_int("transB", 0) == 1)
-    spread = factor.reshape(-1, *[1] * (layer.weight.ndim - 1)) if by_row else factor
-    product.replace_input_with(1, constant(graph, product.outputs[0], _times(layer.weight, spread)))
-    if layer.bias is not None:
-        where, index = (product, 2)
-        if layer.addition is not None:
-            where = layer.addition
-            index = next(i for i, value in enumerate(where.inputs) if array_of(value) is not None)
-        where.replace_input_with(index, constant(graph, product.outputs[0], _times(layer.bias, factor)))
-
-
-def _times(values: Array, factor: Array) -> Array:
-    """The product, rounded once."""
-    scaled: Array = (values.astype(np.float64) * factor.astype(np.float64)).astype(values.dtype)
-    return scaled
-
-
-def _operands(node: ir.Node) -> tuple[ir.Value | None, Array | None]:
-    """The varying and the constant operand of a sum or product in floating point; None for what it has not."""
-    first, second = node.inputs
-    arrays = array_of(first), array_of(second)
-    varying, array = (first, arrays[1]) if arrays[0] is None else (second, arrays[0])
-    both = arrays[0] is not None and arrays[1] is not None
-    if array is None or both or not np.issubdtype(array.dtype, np.floating):
-        return None, None
-    return varying, array
-
-
-def _varying_axis(value: ir.Value, factor: Array) -> int | None:
-    """The only axis of `value` along which `factor` varies, ANY for a number; None where there are more of them.
-
-    Also None where the product would be of another shape than `value`.
-    """
-    shape = shape_of(value)
-    if shape is None or factor.ndim > len(shape):
-        return None
-    if factor.size == 1:
-        return ANY
-    sizes = (*[1] * (len(shape) - factor.ndim), *factor.shape)
-    axes = [axis for axis, size in enumerate(sizes) if size != 1]
-    return axes[0] if len(axes) == 1 and shape[axes[0]] == factor.size else None
+    scale = gamma / np.sqrt(variance.astype(np.float64) + node.attributes.get_float("epsilon", 1e-5))
+    return scale, beta - scale * mean
 
 
 def _part_taken(node: ir.Node) -> tuple[int, ir.Node] | None:
@@ -272,7 +209,7 @@ def _part_taken(node: ir.Node) -> tuple[int, ir.Node] | None:
 
 
 def _replace_part(
-    graph: ir.Graph, layer: _Linear, index: int, sizes: tuple[int, ...], perm: Sequence[int], last: ir.Node
+    graph: ir.Graph, layer: Linear, index: int, sizes: tuple[int, ...], perm: Sequence[int], last: ir.Node
 ) -> None:
     """`last`, which took part `index` of the joint result, becomes a layer of its own, viewed and transposed."""
     axis, width = perm[0], math.prod(sizes[1:])

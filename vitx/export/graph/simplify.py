@@ -6,6 +6,8 @@ from typing import Any
 import onnx_ir as ir
 
 from vitx.export.graph.linear_folds import (
+    fold_norms_ahead,
+    fold_norms_back,
     fold_scales,
     join_added_constants,
     linears_as_gemm,
@@ -13,6 +15,7 @@ from vitx.export.graph.linear_folds import (
 )
 from vitx.export.graph.view_folds import (
     drop_empty_pads,
+    drop_expands,
     fix_reshape_targets,
     merge_slices,
     merge_transposes,
@@ -27,7 +30,10 @@ FOLDS: tuple[Callable[[ir.Graph], int], ...] = (
     fix_reshape_targets,
     drop_empty_pads,
     split_constants,
+    drop_expands,
     merge_slices,
+    fold_norms_back,
+    fold_norms_ahead,
     split_joint_projections,
     fold_scales,
     merge_transposes,

@@ -7,6 +7,7 @@ number: the batch, or a multiple of it. What would need a second one stays as it
 import numpy as np
 import onnx_ir as ir
 
+from vitx.export.graph.channels import VIEWS
 from vitx.export.graph.edits import (
     UNKNOWN,
     array_of,
@@ -26,7 +27,6 @@ from vitx.export.graph.edits import (
     source_of,
 )
 
-VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 # Functions of each value alone, which do not see the shape.
 ELEMENTWISE = ("Gelu", "Relu", "Sigmoid", "Tanh", "Erf", "HardSigmoid", "HardSwish", "Softplus")
 
@@ -52,6 +52,17 @@ def drop_empty_pads(graph: ir.Graph) -> int:
     for node in nodes_of(graph, "Pad"):
         pads = array_of(node.inputs[1])
         if pads is not None and not pads.any() and is_free(node.outputs[0]):
+            replace(graph, node, source_of(node))
+            changed += 1
+    return changed
+
+
+def drop_expands(graph: ir.Graph) -> int:
+    """An Expand that is read only beside values of the shape to which it expands: their operators broadcast."""
+    changed = 0
+    for node in nodes_of(graph, "Expand"):
+        output = node.outputs[0]
+        if is_free(output) and all(_broadcasts(reader, index, output) for reader, index in output.uses()):
             replace(graph, node, source_of(node))
             changed += 1
     return changed
@@ -166,6 +177,14 @@ def merge_slices(graph: ir.Graph) -> int:
         replace(graph, node, insert(graph, node, "Slice", [source_of(before), *parts], dims_of(node.outputs[0])))
         changed += 1
     return changed
+
+
+def _broadcasts(reader: ir.Node, index: int, value: ir.Value) -> bool:
+    """Whether the reader's other operand has the shape of `value`, its operand `index`: then the result has it too."""
+    if reader.domain != "" or reader.op_type not in ("Add", "Sub", "Mul", "Div"):
+        return False
+    other = source_of(reader, 1 - index)
+    return other is not value and _same_shape(other, value)
 
 
 def _permutation(node: ir.Node) -> list[int] | None:

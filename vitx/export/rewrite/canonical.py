@@ -13,6 +13,8 @@ import torch
 import torch.onnx.ops
 from timm.layers import LayerNorm, LayerScale, Mlp
 from timm.layers.attention import Attention as TimmAttention
+from timm.models.cait import LayerScaleBlock as CaitBlock
+from timm.models.cait import TalkingHeadAttn as CaitAttention
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
@@ -68,7 +70,8 @@ class ExportAttention(nn.Module):
 
     def __init__(self, trained: Any) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.scale = trained.num_heads, trained.head_dim, float(trained.scale)
+        self.num_heads, self.scale = trained.num_heads, float(trained.scale)
+        self.head_dim = trained.qkv.out_features // (3 * self.num_heads)
         self.query, self.key, self.value = _split(trained.qkv, 3)
         self.proj = trained.proj
         self.before: nn.Module | None = None
@@ -79,6 +82,9 @@ class ExportAttention(nn.Module):
         if isinstance(trained, TalkingHeadsAttention):
             self.before = HeadMix(trained.proj_pre.weight, trained.proj_pre.bias)
             self.after = HeadMix(trained.proj_post.weight, trained.proj_post.bias)
+        elif isinstance(trained, CaitAttention):
+            self.before = HeadMix(trained.proj_l.weight, trained.proj_l.bias)
+            self.after = HeadMix(trained.proj_w.weight, trained.proj_w.bias)
         elif isinstance(trained, ReAttention):
             mix = HeadMix(trained.reatten_matrix.weight.flatten(1), trained.reatten_matrix.bias)
             norm = trained.var_norm
@@ -172,7 +178,7 @@ class ExportBlock(nn.Module):
         self.norm1, self.norm2 = trained.norm1, trained.norm2
         self.attn = ExportAttention(trained.attn)
         self.mlp = trained.mlp
-        self.ls1, self.ls2 = trained.ls1, trained.ls2
+        self.ls1, self.ls2 = _layer_scales(trained)
         self.joined = False
 
     def forward(self, x_BND: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -198,9 +204,10 @@ class ExportBlock(nn.Module):
 def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
     """Replace every supported block under `root` by an `ExportBlock`, in place; return all of them in order.
 
-    Supported are vitx's blocks and timm's plain ones: self-attention without gates, masks or normalised queries, an
-    MLP of two linear layers, LayerScale or nothing after each branch. Other blocks stay as they are, and so do those
-    of which a part is used elsewhere too, has hooks, or is of a subclass, which may compute something else.
+    Supported are vitx's blocks, timm's plain ones and those of CaiT before its class attention: self-attention without
+    gates, masks or normalised queries, an MLP of two linear layers, LayerScale or nothing after each branch. Other
+    blocks stay as they are, and so do those of which a part is used elsewhere too, has hooks, or is of a subclass,
+    which may compute something else.
     """
     shared = _shared_parts(root)
     for name, module in list(root.named_modules()):
@@ -255,20 +262,31 @@ def classifiers(model: TimmVisionTransformer) -> list[nn.Module]:
 
 
 def _is_supported(module: nn.Module) -> bool:
-    if not is_plain(module, Block, TimmBlock):
+    if not is_plain(module, Block, TimmBlock, CaitBlock):
         return False
     block: Any = module
-    scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in (block.ls1, block.ls2))
+    scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))
     mlp = block.mlp
     linear = is_plain(mlp, Mlp) and all(is_plain(layer, nn.Linear) for layer in (mlp.fc1, mlp.fc2))
     norms = all(is_plain(norm, *NORMS) or not isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
     return scales and linear and norms and isinstance(mlp.norm, nn.Identity) and _is_supported_attention(block.attn)
 
 
+def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
+    """What multiplies the output of attention and of the MLP; CaiT's blocks keep its factors (D,) themselves."""
+    if not isinstance(block, CaitBlock):
+        return block.ls1, block.ls2
+    scales = LayerScale(len(block.gamma_1)), LayerScale(len(block.gamma_2))
+    for scale, gamma_D in zip(scales, (block.gamma_1, block.gamma_2), strict=True):
+        scale.gamma = gamma_D
+    return scales
+
+
 def _is_supported_attention(attention: Any) -> bool:
-    if not is_plain(attention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention):
+    if not is_plain(attention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention, CaitAttention):
         return False
-    if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj)):
+    mixes = (attention.proj_l, attention.proj_w) if isinstance(attention, CaitAttention) else ()
+    if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj, *mixes)):
         return False
     if type(attention) is not TimmAttention:
         return True
