@@ -19,6 +19,7 @@ from vitx.export.graph.edits import (
     insert,
     is_inner,
     producer_of,
+    replace,
     shape_of,
     source_of,
 )
@@ -139,9 +140,11 @@ def _set_parameters(graph: ir.Graph, layer: Linear, weight: Array, bias: Array |
     if layer.addition is not None:
         index = next(i for i, each in enumerate(layer.addition.inputs) if array_of(each) is not None)
         layer.addition.replace_input_with(index, value)
-    elif product.op_type != "MatMul":
-        product.resize_inputs(3)
+    elif layer.bias is not None:
         product.replace_input_with(2, value)
+    elif product.op_type != "MatMul":
+        inputs = [layer.data, source_of(product, 1), value]
+        replace(graph, product, insert(graph, product, product.op_type, inputs, dims_of(result), **product.attributes))
     else:
         (usage,) = result.uses()
         usage.node.replace_input_with(usage.idx, insert(graph, usage.node, "Add", [result, value], dims_of(result)))
