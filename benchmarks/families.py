@@ -1,4 +1,4 @@
-"""Twelve families of timm's networks: nodes before and after, what other simplifiers still find, error, and speed.
+"""Seventeen families of timm's networks: nodes before and after, what other simplifiers still find, error, and speed.
 
     python benchmarks/families.py [--families ViT,Swin] [--repeats 9] [--certify] [--json FILE]
 
@@ -65,6 +65,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "CoAtNet": ("coatnet_nano_rw_224", {}),
     "ResNet": ("resnet50", {}),
     "EfficientNet": ("efficientnet_b0", {}),
+    "CaiT": ("cait_xxs24_224", {}),
+    "FastViT": ("fastvit_t8", {}),
+    "LeViT": ("levit_128s", {}),
+    "XCiT": ("xcit_tiny_12_p16_224", {}),
+    "SwinV2": ("swinv2_tiny_window8_256", {}),
 }
 
 

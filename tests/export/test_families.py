@@ -132,17 +132,23 @@ FAMILIES: dict[str, Family] = {
     "levit": Family(
         "levit_128s",
         {"img_size": 128, "embed_dim": (16, 24, 32), "key_dim": 8, "depth": (1, 1, 1), "num_heads": (2, 2, 2)},
-        {"remove-dead-outputs": 7, "fold-normalization": 1},
+        {"remove-dead-outputs": 7, "fold-normalization": 1, "reparameterize": 28},
         {
             "merge_slices": 2,
-            "fold_norms_back": 22,
-            "fold_norms_ahead": 2,
             "fold_scales": 5,
             "linears_as_gemm": 22,
             "view_after_elementwise": 10,
-            "merge_views": 29,
+            "merge_views": 14,
         },
         128,
+    ),
+    # Branches, in its stem too.
+    "fastvit": Family(
+        "fastvit_t8",
+        {},
+        {"remove-dead-outputs": 11, "fold-normalization": 1, "reparameterize": 40},
+        {"fold_scales": 10},
+        64,
     ),
     # A BatchNorm before each of its first convolutions, which are of pixels alone.
     "maxvit": Family(

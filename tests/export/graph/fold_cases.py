@@ -127,7 +127,7 @@ WEIGHTS: dict[str, Any] = {"w": values(6, 4), "b": values(4)}
 NORM = ("gamma", "beta", "mean", "variance")
 
 
-def norm_of(channels: int) -> dict[str, Array]:
+def norm_of(channels: int) -> dict[str, Any]:
     """The constants of a BatchNormalization."""
     return {name: values(channels) for name in NORM[:3]} | {"variance": np.abs(values(channels))}
 

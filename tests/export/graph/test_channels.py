@@ -35,13 +35,27 @@ SCALED = node("Mul", ["t", "c"], ["y"])
         ([node("Transpose", ["l"], ["v"], perm=[0, 2, 1]), view("v", "t", "images"), SCALED], {"c": values(6, 1, 1)}),
         ([view("l", "v", "joined"), view("v", "t", "heads"), SCALED], {"c": values(3)}),
         ([view("l", "v", "joined"), view("v", "t", "tokens"), SCALED], {"c": values(6)}),
+        ([node("Flatten", ["l"], ["t"], axis=2), SCALED], {"c": values(6)}),
     ],
-    ids=["head", "each", "head behind a transpose", "each behind a transpose", "image", "joined tokens", "and parted"],
+    ids=[
+        *("head", "each", "head behind a transpose", "each behind a transpose", "image", "joined tokens", "and parted"),
+        "flattened",
+    ],
 )
 def test_a_factor_is_followed_through_views(behind: list[onnx.NodeProto], constants: dict[str, Any]) -> None:
-    sizes = {"heads": [-1, 4, 2, 3], "images": [-1, 6, 2, 2], "joined": [-1, 6], "tokens": [-1, 4, 6]}
+    sizes: dict[str, Any] = {"heads": [-1, 4, 2, 3], "images": [-1, 6, 2, 2], "joined": [-1, 6], "tokens": [-1, 4, 6]}
     model = graph(["N", 4, 5], [*LINEAR, *behind], w=values(5, 6), b=values(6), **sizes, **constants)
     assert folded(model, fold_scales, 1)["Mul"] == 0
+
+
+def test_a_factor_of_pixels_goes_into_a_convolution() -> None:
+    """XCiT: (N, C, H, W) viewed as (N, C, H·W), transposed to tokens, and LayerScale."""
+    tokens = [view("l", "v", "s"), node("Transpose", ["v"], ["t"], perm=[0, 2, 1]), SCALED]
+    layer = node("Conv", ["x", "w"], ["l"], pads=[1, 1, 1, 1], group=4)
+    model = graph(["N", 4, 3, 2], [layer, *tokens], w=values(4, 1, 3, 3), s=[-1, 4, 6], c=values(4))
+    assert folded(model, fold_scales, 1)["Mul"] == 0
+    folded(graph(["N", 4, 3, 2], [layer, *tokens], w=values(4, 1, 3, 3), s=[-1, 4, 6], c=values(6, 1)), fold_scales, 0)
+    folded(graph(["N", 4, 3, 2], [layer, *tokens], w=values(4, 1, 3, 3), s=[-1, 8, 3], c=values(8)), fold_scales, 0)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +71,7 @@ def test_a_factor_of_tokens_or_of_channels_and_tokens_stays(target: list[int], f
 def test_a_factor_of_one_part_of_the_channels(read: list[str], factor: Any) -> None:
     """Queries (…, 2) and keys (…, 1) of two heads, whose channels are (2, 3): only those of queries are scaled."""
     nodes = [*LINEAR, view("l", "v", "s"), SPLIT, node("Mul", ["q", "c"], ["y"])]
-    sizes = {"s": [-1, 4, 2, 3], "sizes": [2, 1]}
+    sizes: dict[str, Any] = {"s": [-1, 4, 2, 3], "sizes": [2, 1]}
     model = graph(["N", 4, 5], nodes, read, w=values(5, 6), b=values(6), **sizes, c=factor)
     assert folded(model, fold_scales, 1)["Mul"] == 0
 
@@ -87,7 +101,7 @@ def test_a_factor_of_scores_goes_into_the_queries(factor: Any, places: int) -> N
         node("MatMul", ["t", "k"], ["m"]),
         node("Mul", ["m", "c"], ["y"]),
     ]
-    weights = {"w": values(5, 6), "b": values(6), "u": values(5, 6)}
+    weights: dict[str, Any] = {"w": values(5, 6), "b": values(6), "u": values(5, 6)}
     folded(graph(["N", 4, 5], nodes, **weights, s=[-1, 4, 2, 3], c=factor), fold_scales, places)
 
 
@@ -104,7 +118,7 @@ def test_a_norm_of_tokens_goes_into_the_layer_before_it(bias: bool, epsilon: flo
     """LeViT: (N, T, C) viewed as (N·T, C) for the norm; a bias that the layer had not is added."""
     layer = LINEAR if bias else [node("MatMul", ["x", "w"], ["l"])]
     nodes = [*layer, view("l", "v", "rows"), norm("v", "n", epsilon=epsilon), view("n", "y", "tokens")]
-    constants = {"rows": [-1, 4], "tokens": [-1, 5, 4], **norm_of(4)}
+    constants: dict[str, Any] = {"rows": [-1, 4], "tokens": [-1, 5, 4], **norm_of(4)}
     operators = folded(graph(["N", 5, 6], nodes, **WEIGHTS, **constants), fold_norms_back, 1)
     assert operators == Counter(MatMul=1, Add=1, Reshape=2)
 
@@ -128,10 +142,11 @@ def test_a_norm_of_tokens_or_behind_a_layer_that_is_read_stays() -> None:
     folded(tokens, fold_norms_back, 0)
     model = graph(["N", 6], [*LINEAR, norm("l", "y")], ["y", "l"], **WEIGHTS, **norm_of(4))
     folded(model, fold_norms_back, 0)
-    doubled = node("Gemm", ["x", "w", "b"], ["l"], alpha=2.0)
-    folded(graph(["N", 6], [doubled, norm("l", "y")], **WEIGHTS, **norm_of(4)), fold_norms_back, 0)
+    for alpha, beta in ((2.0, 1.0), (1.0, 2.0)):
+        doubled = node("Gemm", ["x", "w", "b"], ["l"], alpha=alpha, beta=beta)
+        folded(graph(["N", 6], [doubled, norm("l", "y")], **WEIGHTS, **norm_of(4)), fold_norms_back, 0)
     varying = [*LINEAR, node("ReduceSum", ["l", "o"], ["gamma"], keepdims=0), norm("l", "y")]
-    constants = {name: array for name, array in norm_of(4).items() if name != "gamma"}
+    constants: dict[str, Any] = {name: array for name, array in norm_of(4).items() if name != "gamma"}
     folded(graph([1, 6], varying, **WEIGHTS, o=[0], **constants), fold_norms_back, 0)
 
 

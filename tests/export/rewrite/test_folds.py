@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
-from reference import randomize
+from reference import randomize, randomize_like_trained
 from vitx.core.preprocess import Preprocessing
 from vitx.export.rewrite import folds, rewrites
 from vitx.export.rewrite.canonical import (
@@ -20,7 +21,7 @@ from vitx.export.rewrite.rewrites import (
     REWRITES,
     ImageClassifier,
     applied_rewrites,
-    first_convolution,
+    first_convolutions,
 )
 from vitx.models import VisionTransformer
 
@@ -35,20 +36,21 @@ SMALL: dict[str, Any] = {
     "mlp_ratio": 1.0,
 }
 RE: dict[str, Any] = {"attention": "re-attention"}
-# Options, and in how many places each rewrite applies, in the order of REWRITES: dead outputs, normalisation, head
-# norm, rank-one bias, attention scale, residual scale, norm's affine, row constants, value bias, token, join, pad.
+# Options, and in how many places each rewrite applies, in the order of REWRITES: dead outputs, normalisation,
+# branches, head norm, rank-one bias, attention scale, residual scale, norm's affine, row constants, value bias, token,
+# join, pad.
 NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "plain": ({}, [10, 1, 0, 0, 2, 0, 5, 2, 2, 1, 2, 2]),
-    "no-bias": ({"qkv_bias": False}, [10, 1, 0, 0, 2, 0, 5, 0, 0, 1, 2, 2]),
-    "scaled": ({"residual_scale": 0.5, "init_values": 0.1}, [10, 1, 0, 0, 2, 6, 5, 2, 2, 1, 2, 2]),
-    "mixed": ({**RE, "reatten_scale": 0.5}, [10, 1, 2, 0, 4, 0, 5, 2, 0, 1, 2, 2]),
-    "no-norm": ({**RE, "reatten_norm": "none"}, [10, 1, 0, 2, 2, 0, 5, 2, 2, 1, 2, 2]),
-    "no-norm-scaled": ({**RE, "reatten_norm": "none", "reatten_scale": 2.0}, [10, 1, 2, 2, 4, 0, 5, 2, 2, 1, 2, 2]),
-    "layer-norm": ({**RE, "reatten_norm": "layer", "reatten_scale": 0.5}, [10, 1, 0, 0, 4, 0, 5, 2, 0, 1, 2, 2]),
-    "talking": ({"attention": "talking-heads", "talking_heads_bias": True}, [10, 1, 0, 2, 2, 0, 5, 4, 2, 1, 2, 2]),
-    "two-kinds": ({"attention": ["re-attention", "plain"]}, [10, 1, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
-    "other-order": ({"attention": ["plain", "re-attention"]}, [10, 1, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
-    "average": ({**RE, "global_pool": "avg", "fc_norm": True}, [10, 1, 2, 0, 2, 0, 5, 2, 0, 0, 2, 2]),
+    "plain": ({}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 1, 2, 2]),
+    "no-bias": ({"qkv_bias": False}, [10, 1, 0, 0, 0, 2, 0, 5, 0, 0, 1, 2, 2]),
+    "scaled": ({"residual_scale": 0.5, "init_values": 0.1}, [10, 1, 0, 0, 0, 2, 6, 5, 2, 2, 1, 2, 2]),
+    "mixed": ({**RE, "reatten_scale": 0.5}, [10, 1, 0, 2, 0, 4, 0, 5, 2, 0, 1, 2, 2]),
+    "no-norm": ({**RE, "reatten_norm": "none"}, [10, 1, 0, 0, 2, 2, 0, 5, 2, 2, 1, 2, 2]),
+    "no-norm-scaled": ({**RE, "reatten_norm": "none", "reatten_scale": 2.0}, [10, 1, 0, 2, 2, 4, 0, 5, 2, 2, 1, 2, 2]),
+    "layer-norm": ({**RE, "reatten_norm": "layer", "reatten_scale": 0.5}, [10, 1, 0, 0, 0, 4, 0, 5, 2, 0, 1, 2, 2]),
+    "talking": ({"attention": "talking-heads", "talking_heads_bias": True}, [10, 1, 0, 0, 2, 2, 0, 5, 4, 2, 1, 2, 2]),
+    "two-kinds": ({"attention": ["re-attention", "plain"]}, [10, 1, 0, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
+    "other-order": ({"attention": ["plain", "re-attention"]}, [10, 1, 0, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
+    "average": ({**RE, "global_pool": "avg", "fc_norm": True}, [10, 1, 0, 2, 0, 2, 0, 5, 2, 0, 0, 2, 2]),
 }
 EVERY = tuple(REWRITES)
 
@@ -355,14 +357,62 @@ def test_images_that_are_padded_keep_the_subtraction() -> None:
     require_equal(classifier(pixels(size=10)).detach(), expected)
 
 
-def test_the_first_convolution_is_the_one_that_timm_names() -> None:
+def test_the_first_convolutions_are_those_that_timm_names() -> None:
     model = network("plain")
-    assert first_convolution(model) is model.patch_embed.proj
-    for configuration in ({}, None, {"first_conv": ("a", "b")}):
+    stem = model.patch_embed.proj
+    assert first_convolutions(model) == [stem]
+    for configuration in ({}, None, {"first_conv": ("patch_embed.proj", "b")}, {"first_conv": "head"}):
         model.pretrained_cfg = configuration
-        assert first_convolution(model) is None
-    for name in ("head", "patch_embed.conv1"):
+        assert first_convolutions(model) == []
+    model.patch_embed.conv1 = nn.Conv2d(4, 4, 1)  # which does not read three channels
+    for name in ("patch_embed.conv2", "patch_embed.conv1"):
         model.pretrained_cfg = {"first_conv": name}
-        assert first_convolution(model) is None
+        assert first_convolutions(model) == []
     del model.pretrained_cfg
-    assert first_convolution(model) is None
+    assert first_convolutions(model) == []
+
+
+@pytest.mark.parametrize(("padding", "subtracts"), [(0, False), (1, True)])
+def test_every_branch_of_a_stem_takes_the_normalisation(padding: int, subtracts: bool) -> None:
+    class TwoBranches(nn.Module):
+        pretrained_cfg: ClassVar = {"first_conv": ("wide", "narrow")}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Conv2d(3, 4, 2 * padding + 1, padding=padding, bias=False)
+            self.narrow = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pooled: Tensor = (self.wide(x) + self.narrow(x)).mean((2, 3))
+            return pooled
+
+    model = TwoBranches().double()
+    classifier = ImageClassifier(model, PREPROCESSING).eval()
+    expected = classifier(pixels()).detach()
+    assert applied_rewrites(classifier, ["fold-normalization"]) == {"fold-normalization": 1}
+    assert (classifier.subtract_mean, classifier.divide_by_std) == (subtracts, False)
+    require_equal(classifier(pixels()).detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tolerance"), [("fastvit_t8", 64, 1e-12), ("repvit_m0_9", 64, 1e-5), ("levit_128s", 224, 1e-5)]
+)
+def test_branches_of_training_become_one_layer(name: str, size: int, tolerance: float) -> None:
+    """timm makes some of the layers anew in float32: of those the numbers are rounded, and the type is as it was."""
+    model = randomize_like_trained(timm.create_model(name, num_classes=5)).double().eval()
+    classifier = ImageClassifier(model, PREPROCESSING).eval()
+    expected = classifier(pixels(size=size)).detach()
+    layers = sum(isinstance(module, nn.Conv2d | nn.BatchNorm2d) for module in model.modules())
+    (places,) = applied_rewrites(classifier, ["reparameterize"]).values()
+    assert places > 0
+    assert sum(isinstance(module, nn.Conv2d | nn.BatchNorm2d) for module in model.modules()) < 0.6 * layers
+    found = classifier(pixels(size=size)).detach()
+    assert found.dtype == torch.float64
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_a_part_of_another_library_is_not_merged() -> None:
+    """What its attribute `fuse` means is not known."""
+    model: Any = timm.create_model("test_vit", num_classes=5)
+    model.head.fuse = True
+    assert applied_rewrites(ImageClassifier(model, PREPROCESSING), ["reparameterize"]) == {"reparameterize": 0}

@@ -164,8 +164,8 @@ def test_layers_are_made_of_tensors() -> None:
 
 
 ORDER = [
-    *("remove-dead-outputs", "fold-normalization", "fold-head-norm", "split-rank-one-bias", "fold-attention-scale"),
-    *("fold-residual-scale", "fold-layer-norm-affine", "drop-row-constants", "fold-value-bias"),
+    *("remove-dead-outputs", "fold-normalization", "reparameterize", "fold-head-norm", "split-rank-one-bias"),
+    *("fold-attention-scale", "fold-residual-scale", "fold-layer-norm-affine", "drop-row-constants", "fold-value-bias"),
     *("compute-class-token-only", "join-tokens", "pad-head-dim"),
 ]
 

@@ -50,6 +50,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"init_values": 0.1, "reg_tokens": 2, "class_token": True},
     "vit_small_patch16_224": {"global_pool": "avg", "qk_norm": True},
     "deit_tiny_distilled_patch16_224": {},
+    "cait_xxs24_224": {"qkv_bias": True, "depth_token_only": 1},
 }
 ALTERNET: dict[str, Any] = {"unit": "basic", "depths": (1, 2, 1, 1), "attention_depths": (0, 1, 0, 0), "num_classes": 5}
 NETWORKS = [*MODELS, *TIMM, "alternet"]
@@ -155,8 +156,15 @@ PLACES = {
         "gap": 3,
         "no-norm": 3,
         "talking-heads-bias": 3,
+        "cait_xxs24_224": 2,
     },
-    "fold-residual-scale": {"deit-layer-scale": 9, "deepvit-s": 3, "deepvit-l": 3, "vit_tiny_patch16_224": 4},
+    "fold-residual-scale": {
+        "deit-layer-scale": 9,
+        "deepvit-s": 3,
+        "deepvit-l": 3,
+        "vit_tiny_patch16_224": 4,
+        "cait_xxs24_224": 4,
+    },
     "compute-class-token-only": {
         **dict.fromkeys(MODELS, 1),
         "deit_tiny_patch16_224": 1,

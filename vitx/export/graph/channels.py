@@ -71,11 +71,11 @@ def _behind_view(array: Array, source: Shape, target: Shape) -> Array | None:
         end_i, end_j = i, j
         i, j = i - 1, j - 1
         while (left := math.prod(source[i:end_i])) != (right := math.prod(target[j:end_j])):
-            if left < right and i and source[i - 1] != UNKNOWN:
+            if left < right and i:
                 i -= 1
-            elif right < left and j and target[j - 1] != UNKNOWN:
+            elif right < left and j:
                 j -= 1
-            else:
+            else:  # also where the batch would belong to it: UNKNOWN is negative
                 return None
         varies = math.prod(array.shape[j:end_j]) > 1
         sizes[:0] = target[j:end_j] if varies else [1] * (end_j - j)

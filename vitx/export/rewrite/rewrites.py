@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import DropPath
+from timm.models import reparameterize_model
 from torch import Tensor, nn
 
 from vitx.core.errors import CheckFailed, InputError, unknown_name
@@ -65,21 +66,37 @@ def fold_normalization(classifier: ImageClassifier) -> int:
 
     W (out, 3, h, w), std and mean for each input channel, the sum over channel, row and column. The mean goes in only
     where the convolution has no padding: the zeros of a padded border stand for normalised pixels, and a bias would
-    subtract a mean from them too. A padded stem keeps the subtraction (of 255·mean) and loses the division.
-    Returns 1 if it folded something, 0 if not.
+    subtract a mean from them too. A padded stem keeps the subtraction (of 255·mean) and loses the division. Where the
+    stem has branches, each of their convolutions takes it. Returns 1 if it folded something, 0 if not.
     """
-    convolution = first_convolution(classifier.model)
-    if convolution is None or convolution.groups != 1 or convolution.in_channels != 3 or not classifier.divide_by_std:
+    convolutions = first_convolutions(classifier.model)
+    if not convolutions or not classifier.divide_by_std:
         return 0
-    scaled = convolution.weight.detach() / classifier.std
-    convolution.weight = nn.Parameter(scaled)
+    for convolution in convolutions:
+        convolution.weight = nn.Parameter(convolution.weight.detach() / classifier.std)
     classifier.divide_by_std = False
     padded = any(getattr(module, "dynamic_img_pad", False) for module in classifier.model.modules())
-    if not padded and not _is_padded(convolution):
-        shift = -(scaled * classifier.mean).sum(dim=(1, 2, 3))
-        convolution.bias = nn.Parameter(shift if convolution.bias is None else convolution.bias.detach() + shift)
+    if not padded and not any(map(_is_padded, convolutions)):
+        for convolution in convolutions:
+            shift = -(convolution.weight * classifier.mean).sum(dim=(1, 2, 3))
+            convolution.bias = nn.Parameter(shift if convolution.bias is None else convolution.bias.detach() + shift)
         classifier.subtract_mean = False
     return 1
+
+
+def reparameterize(classifier: ImageClassifier) -> int:
+    """13. Parallel layers with their norms as one, where the network can make it: `Σ_i s_i⊙(W_i x) + t_i`.
+
+    RepVGG's blocks (arXiv 2101.03697, §3.3), and those of timm's networks that know how to merge theirs: MobileOne,
+    FastViT, RepViT, LeViT and others. Returns how many modules.
+    """
+    known = ("fuse", "reparameterize", "switch_to_deploy")
+    modules = [module for module in classifier.model.modules() if any(hasattr(module, name) for name in known)]
+    if not modules or not all(type(module).__module__.startswith("timm.") for module in (classifier.model, *modules)):
+        return 0
+    reparameterize_model(classifier.model, inplace=True)
+    classifier.to(classifier.mean)  # of some the new layers are float32, on the CPU
+    return len(modules)
 
 
 def remove_dead_outputs(classifier: ImageClassifier) -> int:
@@ -98,6 +115,7 @@ def remove_dead_outputs(classifier: ImageClassifier) -> int:
 REWRITES: dict[str, Callable[[ImageClassifier], int]] = {
     "remove-dead-outputs": remove_dead_outputs,
     "fold-normalization": fold_normalization,
+    "reparameterize": reparameterize,
     "fold-head-norm": fold_head_norm,
     "split-rank-one-bias": split_rank_one_bias,
     "fold-attention-scale": fold_attention_scale,
@@ -220,18 +238,20 @@ def applied_rewrites(classifier: ImageClassifier, rewrites: Sequence[str]) -> di
         return {name: REWRITES[name](classifier) for name in REWRITES if name in rewrites}
 
 
-def first_convolution(model: nn.Module) -> nn.Conv2d | None:
-    """The convolution that reads the pixels, by timm's configuration; None unless it is a plain Conv2d.
+def first_convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    """The convolutions of three channels that read the pixels, by timm's configuration; none unless all are plain.
 
-    The configuration is of the network as it is registered: with arguments of its own it may lack what it names.
+    The configuration is of the network as it is registered: with arguments of its own it may lack what it names. Of a
+    stem with branches it names several.
     """
     configuration: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    name = configuration.get("first_conv")
-    if not isinstance(name, str):
-        return None
-    module = dict(model.named_modules()).get(name)
+    names = configuration.get("first_conv") or ()
+    modules = dict(model.named_modules())
+    found = [modules.get(name) for name in ([names] if isinstance(names, str) else names)]
     # A subclass may pad or standardise its weights in its own forward pass.
-    return module if isinstance(module, nn.Conv2d) and is_plain(module, nn.Conv2d) else None
+    plain = [each for each in found if isinstance(each, nn.Conv2d) and is_plain(each, nn.Conv2d)]
+    of_pixels = [each for each in plain if each.groups == 1 and each.in_channels == 3]
+    return of_pixels if len(of_pixels) == len(found) else []
 
 
 def _is_padded(convolution: nn.Conv2d) -> bool:
