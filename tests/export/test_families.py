@@ -223,9 +223,9 @@ def export_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expor
         family = FAMILIES[name]
         network = randomize_like_trained(timm.create_model(family.network, num_classes=10, **family.options)).eval()
         classifier = ImageClassifier(copy.deepcopy(network), family.preprocessing).eval()
+        rewrites = applied_rewrites(classifier, ALL)
         with torch.no_grad():  # as the check of an export's rewrites does: LeViT then keeps its biases
             classifier(torch.zeros(1, family.size, family.size, 3, dtype=torch.uint8))
-        rewrites = applied_rewrites(classifier, ALL)
         folds: dict[str, int] = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(from_model, "simplify", lambda model: folds.update(simplify(model)))
