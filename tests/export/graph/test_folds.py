@@ -127,6 +127,19 @@ def test_a_joint_projection_is_taken_apart() -> None:
     assert folded(joint(slices), split_joint_projections, 1) == operators
 
 
+def test_a_joint_projection_of_windows_is_taken_apart() -> None:
+    """Twins: tokens (N, 2, 2, 6) of windows of two rows and columns, which the view joins."""
+    nodes = [*LINEAR, node("Reshape", ["l", "s"], ["v"]), node("Transpose", ["v"], ["t"], perm=[2, 0, 3, 1, 4])]
+    takers = [node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])]
+    sizes: dict[str, Any] = {"zero": np.int64(0), "one": np.int64(1)}
+    weights = {"w": values(6, 12), "b": values(12)}
+    model = graph(["N", 2, 2, 6], [*nodes, *takers], ["q", "k"], **weights, s=[-1, 4, 2, 2, 3], **sizes)
+    assert folded(model, split_joint_projections, 1) == Counter(MatMul=2, Add=2, Reshape=2, Transpose=2)
+    # Here the view mixes channels and tokens.
+    mixed = graph(["N", 2, 2, 6], [*nodes, *takers], ["q", "k"], **weights, s=[-1, 2, 4, 2, 3], **sizes)
+    folded(mixed, split_joint_projections, 0)
+
+
 def test_a_joint_projection_stays_where_its_whole_is_read() -> None:
     folded(joint([node("Gather", ["t", "zero"], ["q"]), node("Neg", ["t"], ["k"])]), split_joint_projections, 0)
     folded(joint([node("Gather", ["t", "zero"], ["q"])], ["q", "t"]), split_joint_projections, 0)

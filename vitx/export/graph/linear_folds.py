@@ -107,8 +107,9 @@ def fold_norms_ahead(graph: ir.Graph) -> int:
 def split_joint_projections(graph: ir.Graph) -> int:
     """One layer whose channels are then taken apart, as of queries, keys and values, becomes a layer for each part.
 
-    (…, K) · (K, P·C) viewed as (…, P, C₁, C₂) and transposed so that P comes first, of which each reader takes one: a
-    part needs no copy out of the joint result, and its factor and transposes can be folded on their own.
+    (…, K) · (K, P·C) viewed as (…, P, C₁, C₂), other axes joined or not, and transposed so that P comes first, of which
+    each reader takes one: a part needs no copy out of the joint result, and its factor and transposes can be folded on
+    their own.
     """
     changed = 0
     for node in nodes_of(graph, "Transpose"):
@@ -120,15 +121,15 @@ def split_joint_projections(graph: ir.Graph) -> int:
         # Of a Gemm or Conv the last axis of the weight is not, or need not be, that of the channels.
         if layer.product.op_type != "MatMul" or (layer.bias is not None and layer.bias.size != layer.weight.shape[1]):
             continue
-        joint, parted = shape_of(view.inputs[0]), shape_of(view.outputs[0])
+        joint, parted = shape_of(view.inputs[0]), reshape_target(view.outputs[0])
         axis = perm[0]
-        if joint is None or parted is None or axis != len(joint) - 1 or joint[:-1] != parted[:axis]:
+        if joint is None or parted is None or math.prod(parted[axis:]) != joint[-1]:
             continue
         parts = [_part_taken(usage.node) for usage in node.outputs[0].uses()]
         if not is_free(node.outputs[0]) or not parts or any(part is None for part in parts):
             continue
         for index, last in [part for part in parts if part is not None]:
-            _replace_part(graph, layer, index, parted[axis:], perm, last)
+            _replace_part(graph, layer, index, view.outputs[0], perm, last)
         changed += 1
     return changed
 
@@ -209,20 +210,20 @@ def _part_taken(node: ir.Node) -> tuple[int, ir.Node] | None:
 
 
 def _replace_part(
-    graph: ir.Graph, layer: Linear, index: int, sizes: tuple[int, ...], perm: Sequence[int], last: ir.Node
+    graph: ir.Graph, layer: Linear, index: int, parted: ir.Value, perm: Sequence[int], last: ir.Node
 ) -> None:
     """`last`, which took part `index` of the joint result, becomes a layer of its own, viewed and transposed."""
-    axis, width = perm[0], math.prod(sizes[1:])
+    axis = perm[0]
+    sizes = [*dims_of(parted)[:axis], *dims_of(parted)[axis + 1 :]]
+    width = math.prod(sizes[axis:])
     channels = slice(index * width, (index + 1) * width)
     (output,) = last.outputs
-    lead = dims_of(layer.product.outputs[0])[:-1]
-    part = insert(
-        *(graph, last, "MatMul", [layer.data, constant(graph, output, layer.weight[:, channels])], [*lead, width])
-    )
+    shape = [*dims_of(layer.product.outputs[0])[:-1], width]
+    part = insert(graph, last, "MatMul", [layer.data, constant(graph, output, layer.weight[:, channels])], shape)
     if layer.bias is not None:
-        part = insert(graph, last, "Add", [part, constant(graph, output, layer.bias[channels])], [*lead, width])
-    view = reshaped(graph, last, part, [*lead, *sizes[1:]])
+        part = insert(graph, last, "Add", [part, constant(graph, output, layer.bias[channels])], shape)
     order = [other - (other > axis) for other in perm[1:]]
+    view = reshaped(graph, last, part, sizes)
     replace(graph, last, insert(graph, last, "Transpose", [view], dims_of(output), perm=order))
 
 
