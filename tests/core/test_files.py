@@ -444,3 +444,12 @@ def test_a_folder_in_the_place_of_a_file_is_said_at_once(tmp_path: Path) -> None
     assert str(caught.value) == f"'{tmp_path}' is a folder: expected a file name, such as {tmp_path}/report.html"
     with pytest.raises(InputError, match=r"file' cannot be a folder"):
         check_file(tmp_path / "file" / "report.html", "report.html")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file system of Linux")
+def test_a_folder_that_takes_no_file_is_said_at_once() -> None:
+    """A report of a run that another user owns was made, for seconds, before it could not be written."""
+    for path in (Path("/proc/report.html"), Path("/proc/nope/report.html")):
+        with pytest.raises(PermissionError, match="no file can be made there: '/proc/") as caught:
+            check_file(path, "report.html")
+        assert caught.value.filename == str(path)

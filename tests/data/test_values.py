@@ -14,6 +14,7 @@ from PIL import Image
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, decode
 from vitx.data import cifar
+from vitx.data.flat_folder import open_flat
 from vitx.data.folder import class_names_in, list_images, open_folder
 from vitx.data.hugging_face import RowReader, is_hugging_face
 from vitx.data.image_set import EXTENSIONS, ImageSet, encode_png, evenly_spaced
@@ -123,6 +124,18 @@ def test_a_class_in_two_unicode_forms(tmp_path: Path) -> None:
         match=r"val has 'caf\u00e9', but spelled in another Unicode form \(NFC or NFD\) than in .*train: rename",
     ):
         class_names_in(tmp_path)
+
+
+def test_two_unicode_forms_of_a_class_in_one_folder(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("caf\u00e9", "cafe\u0301", "tea"):
+            write(tmp_path / split / name / "0.png")
+            write(tmp_path / split / name / "1.png")
+    twice = r"has 'caf\u00e9' twice, in two Unicode forms \(NFC and NFD\): move the images of both"
+    with pytest.raises(InputError, match=twice):
+        class_names_in(tmp_path)
+    with pytest.raises(InputError, match=twice):
+        open_flat(tmp_path / "val", "train", skip_bad=False)
 
 
 def test_many_names_are_cut(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import vitx.cli
 from cli_fixture import Vitx
@@ -284,6 +285,24 @@ def test_too_little_memory_is_one_line_with_the_remedy(
     found = capsys.readouterr().err
     assert (ended.value.code, found.count("\n")) == (3, 1)
     assert found.startswith(f"error: {said}too little memory")
+
+
+def test_too_little_memory_of_a_gpu_is_one_line_with_its_own_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = (
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1 MiB is free"
+    )
+
+    def app() -> None:
+        raise torch.OutOfMemoryError(f"{what}. Including non-PyTorch memory, this process has 7.90 GiB in use.")
+
+    monkeypatch.setattr(vitx.cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        vitx.cli.main()
+    found = capsys.readouterr().err
+    assert (ended.value.code, found.count("\n")) == (3, 1)
+    assert found.startswith(f"error: {what}: a GPU has too little memory: take smaller batches")
 
 
 def test_an_import_that_fails_for_another_reason_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

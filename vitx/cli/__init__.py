@@ -148,6 +148,12 @@ def _lacking(error: BaseException) -> str | None:
     too_many = os.strerror(errno.EMFILE)
     if isinstance(error, RuntimeError) and too_many in str(error):  # torch's, of a file of weights
         return f"{too_many}: {MORE_FILES}"
+    if isinstance(error, RuntimeError) and "out of memory" in str(error):  # torch's: how much, then of what it consists
+        what = ". ".join(first_line(error).split(". ")[:3])
+        return (
+            f"{what}: a GPU has too little memory: take smaller batches (in training batch_size, or as many images in "
+            "more passes with optimizer.accumulate), or another --device"
+        )
     if not isinstance(error, OSError):
         return None
     if error.errno in TOO_MANY_FILES:

@@ -95,10 +95,19 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path, example: str) -> None:
-    """Raise InputError where no file can be written to `path`, before minutes are spent on its content."""
+    """Raise InputError or OSError where no file can be written to `path`, before minutes are spent on its content."""
     if path.is_dir():
         raise InputError(f"'{path}' is a folder: expected a file name, such as {path / example}")
     check_folder(path.parent)
+    real = Path(os.path.realpath(path))
+    if real.exists() and not real.is_file():  # a device or a pipe is written to, and no other file made beside it
+        return
+    try:
+        tempfile.TemporaryFile(dir=next(folder for folder in real.parents if folder.exists())).close()
+    except OSError as error:
+        missing = error.errno == errno.ENOENT  # which below /proc is said of what is to be made
+        why = (errno.EACCES, "no file can be made there") if missing else (error.errno, error.strerror)
+        raise OSError(*why, str(path)) from None
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -14,7 +14,16 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
-from vitx.data.folder import CheckSize, FileReader, beside_classes, folders_in, list_images, quoted, readable_images
+from vitx.data.folder import (
+    CheckSize,
+    FileReader,
+    beside_classes,
+    class_folders,
+    folders_in,
+    list_images,
+    quoted,
+    readable_images,
+)
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
 SPLIT_FILE = "split.json"
@@ -77,7 +86,7 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool, check_size: CheckSize
 
     Which images are for evaluation follows from their names alone: the same on every machine, and in every process.
     """
-    classes = tuple(folders_in(root))
+    classes = class_folders(root)
     images = [list_images(root / name) for name in classes]
     _require_two_of_each(root, classes, [len(paths) for paths in images])
     chosen = [(path, label) for label, paths in enumerate(images) for path in _of_split(root, paths, split)]

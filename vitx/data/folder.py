@@ -99,7 +99,20 @@ def class_names_in(root: Path) -> tuple[str, ...]:
             raise InputError(
                 f"{there} has no folder for {quoted(missing)}, which {here} has: add it there, or remove it here"
             )
-    return tuple(folders_in(train))
+    return class_folders(train)
+
+
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """The names of the folders in `folder`, sorted; raise InputError where two look the same: they are one class."""
+    names, seen = folders_in(folder), set[str]()
+    for name in names:
+        if (composed := normalize("NFC", name)) in seen:
+            raise InputError(
+                f"'{folder}' has '{composed}' twice, in two Unicode forms (NFC and NFD): move the images of both into "
+                "one folder"
+            )
+        seen.add(composed)
+    return tuple(names)
 
 
 def quoted(names: Sequence[str]) -> str:

@@ -191,6 +191,23 @@ def test_compiled_blocks_train_as_they_do_without(
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=3e-4)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_machine_that_cannot_compile_is_said_before_there_is_a_run(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a C++ compiler the first step ended in torch's traceback, and left a run that could not be resumed."""
+
+    def without_compiler(*_: object) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend=without_compiler))
+    said = r"execution\.compile: torch cannot compile for cpu here \(.*\): install what it lacks"
+    with pytest.raises(EnvironmentMissing, match=said):
+        train(small(image_folder, "execution.compile=true"), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
 def test_drop_path_rises_linearly_with_depth(image_folder: Path, tmp_path: Path) -> None:
     recipe = recipe_of("model.kwargs.drop_path_rate=0.5", "model.kwargs.depth=6").on_data(str(image_folder))
     blocks: Any = trainer_of(recipe, tmp_path).model.blocks

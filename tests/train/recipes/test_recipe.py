@@ -76,6 +76,10 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
             "--set augmentation.color_jitter: given .1e308., expected: less",
         ),
         ("cutmix.alpha=1e308", "--set cutmix.alpha: given '1e308', expected: less than or equal to 1000"),
+        (
+            "distillation.temperature=1e30",
+            "--set distillation.temperature: given '1e30', expected: less than or equal to 1000",
+        ),
         ("cutmix.alpha=1e-320", "--set cutmix.alpha: given '1e-320', expected: greater than or equal to 0.001"),
         ("mixup.mixup=1e308", "--set mixup.mixup: given '1e308', expected: less than or equal to 1000"),
         ("mixup.cutmix=1e-300", "mixup.cutmix is 1e-300: expected 0, or 0.001 to 1000"),
@@ -151,6 +155,7 @@ def test_the_first_difference_is_named() -> None:
     assert difference == f"optimizer.lr is {RECIPE.optimizer.lr} in the run but 0.0001 was asked for"
     added = apply_overrides(RECIPE, ["model.kwargs.mlp_ratio=2"])
     assert first_difference(added, RECIPE) == "model.kwargs.mlp_ratio is absent in the run but 2 was asked for"
+    assert first_difference(RECIPE, added) == "model.kwargs.mlp_ratio is 2 in the run but was left out"
 
 
 def test_a_folder_of_images_gets_its_own_augmentation() -> None:

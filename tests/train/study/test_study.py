@@ -176,7 +176,7 @@ def test_every_study_trains_at_minimal_size(
     ]
     assert result.paper == STUDIES[kind].paper  # type: ignore[index]
     assert result.here.startswith("deit_digits, weight_init=jax")
-    assert "18 images of 3 classes, 32 px, 1 epochs at batch 6" in result.here
+    assert "18 images of 3 classes, 32 px, 1 epoch at batch 6, 1 seed" in result.here
     assert (tmp_path / "study" / "study.png").is_file()
 
 

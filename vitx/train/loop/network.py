@@ -8,7 +8,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from vitx.core.console import log
-from vitx.core.errors import UNUSABLE, InputError, first_line
+from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_line
 from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.models import build_model
 from vitx.models.build import require_network
@@ -86,9 +86,11 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quie
 
 def _require_same_heads(model: nn.Module, run: RunFolder) -> None:
     """Raise InputError for other numbers of heads than the run's: the weights have one shape for any number."""
+    with torch.device("meta"):  # without memory for weights
+        trained = build_model(run.info.model)
     own, of_run = (
         {name: each.num_heads for name, each in network.named_modules() if hasattr(each, "num_heads")}
-        for network in (model, build_model(run.info.model))
+        for network in (model, trained)
     )
     for name, heads in own.items():
         if (needed := of_run.get(name, heads)) != heads:
@@ -109,10 +111,24 @@ def apply_execution(
     if execution.sync_batch_norm and processes > 1:
         model = synchronize_batch_norm(model, device)
     if execution.compile:
+        _require_compiler(device)
         # Block by block: equal blocks share one compilation.
         for part in getattr(model, "blocks", None) or [model]:
             part.compile()
     return model
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Raise EnvironmentMissing where torch cannot compile: without a C++ compiler, or on a GPU without Triton."""
+    smallest = nn.ReLU()
+    smallest.compile()
+    try:
+        smallest(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise EnvironmentMissing(
+            f"execution.compile: torch cannot compile for {device} here ({first_line(error)}): install what it lacks, "
+            "or set execution.compile=false"
+        ) from None
 
 
 def _enable_grad_checkpointing(model: nn.Module, name: str) -> None:

@@ -177,7 +177,8 @@ def first_difference(given: Recipe, stored: Recipe, *, ignoring: Collection[str]
     now, before = (dict(flat_settings(recipe.model_dump(mode="json"))) for recipe in (given, stored))
     for key in [*before, *(key for key in now if key not in before)]:
         if key not in ignoring and now.get(key) != before.get(key):
-            return f"{key} is {before.get(key, 'absent')} in the run but {now.get(key, 'absent')} was asked for"
+            asked = f"{now[key]} was asked for" if key in now else "was left out"
+            return f"{key} is {before.get(key, 'absent')} in the run but {asked}"
     return None
 
 

@@ -126,11 +126,12 @@ class Study:
     def _scale(self) -> str:
         """What is trained here, to be read beside what the paper trained."""
         recipe, images = self.base, self.train_images
+        counted = ((recipe.epochs, "epoch"), (len(self.seeds), "seed"))
         arguments = "".join(f", {name}={value}" for name, value in recipe.model.kwargs.items())
+        epochs, seeds = (f"{count} {what}{'s' * (count > 1)}" for count, what in counted)
         return (
             f"{recipe.model.name}{arguments}; {len(images)} images of {len(images.class_names)} classes, "
-            f"{recipe.preprocessing.image_size} px, {recipe.epochs} epochs at batch {recipe.batch_size}, "
-            f"{len(self.seeds)} seeds"
+            f"{recipe.preprocessing.image_size} px, {epochs} at batch {recipe.batch_size}, {seeds}"
         )
 
     def write(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
