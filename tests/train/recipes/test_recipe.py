@@ -39,6 +39,11 @@ def test_a_text_that_looks_like_a_number_stays_text_where_text_is_wanted() -> No
     assert apply_overrides(RECIPE, ["model.name=123"]).model.name == "123"
 
 
+def test_a_number_may_lack_its_zero() -> None:
+    changed = apply_overrides(RECIPE, ["losses.cosine=.3", "model.kwargs.position_std=.5"])
+    assert (changed.losses.cosine, changed.model.kwargs["position_std"]) == (0.3, 0.5)
+
+
 def test_another_network_drops_the_arguments_of_the_first() -> None:
     changed = apply_overrides(RECIPE, ["model.kwargs.depth=4", "model.name=vit_tiny_patch16_224"])
     assert changed.model.kwargs == {"depth": 4}

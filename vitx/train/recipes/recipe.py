@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, get_origin
@@ -234,7 +235,7 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 def _readings(text: str) -> Iterator[Any]:
     """The JSON value of `text`, if it is one, then the text itself: 123 is a number, or the name "123"."""
     with contextlib.suppress(ValueError, RecursionError):  # of 5,000 digits, or lists in 20,000 lists
-        yield json.loads(text)
+        yield json.loads(re.sub(r"^(-?)\.(\d)", r"\g<1>0.\2", text))  # .5 as well, which JSON writes 0.5
     yield text
 
 
