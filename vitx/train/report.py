@@ -21,7 +21,7 @@ from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import image_tensor, load_run_model
-from vitx.train.loop.checkpoint import Metrics, best_row, folder_name, read_metrics
+from vitx.train.loop.checkpoint import Metrics, best_row, folder_name, is_finished, read_metrics
 from vitx.train.loop.environment import RunEnvironment
 from vitx.train.recipes.recipe import Recipe, flat_settings, read_recipe
 from vitx.train.recipes.registry import RECIPES, get_recipe
@@ -79,7 +79,7 @@ def write_report(
         "page": str(out),
         "checkpoint": folder_name(state.epoch),
         "weights": "trained" if which.endswith("-raw") else "averaged",
-        "epochs": f"{len(history)} of {recipe.epochs}",
+        "epochs": f"{len(history)} of {recipe.epochs}{_stopped(history, recipe)}",
     }
     if logits is not None:
         summary |= {"images": len(images), **classification_metrics(logits, images.labels)}
@@ -92,6 +92,11 @@ def write_report(
     body += [*_recipe(recipe), *_environment(RunEnvironment.read(run.path))]
     write_bytes(out, page(run.info.name, body).encode())
     return summary
+
+
+def _stopped(history: list[Metrics], recipe: Recipe) -> str:
+    early = len(history) < recipe.epochs and is_finished(history, recipe.epochs, recipe.selection)
+    return ", none was better for selection.patience" if early else ""
 
 
 def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:

@@ -26,6 +26,8 @@ from vitx.train.loop.environment import RunEnvironment
 from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
 from vitx.train.loop.trainer import Trainer
 from vitx.train.recipes.recipe import Recipe
+from vitx.train.report import write_report
+from vitx.train.watch import states
 
 PLAIN = 'model.kwargs.attention=["plain","talking-heads"]'  # without BatchNorm, whose statistics are those of one pass
 
@@ -222,6 +224,11 @@ def test_patience_stops_and_stays_stopped(image_folder: Path, tmp_path: Path) ->
     history = metrics_of(tmp_path / "run")
     assert len(history) == best_row(history)["epoch"] + 2
     assert len(history) < 20
+    said = f"{len(history)} of 20, none was better for selection.patience"
+    assert [state.fields()["epochs done"] for state in states(RunFolder(tmp_path / "run"), lambda: None)] == [said]
+    page = tmp_path / "page.html"
+    assert write_report(RunFolder(tmp_path / "run"), page, device=torch.device("cpu"), quiet=True)["epochs"] == said
+    assert said in page.read_text()
     train_one(recipe, tmp_path / "run", {}, resume=True)
     assert metrics_of(tmp_path / "run") == history
 
