@@ -256,10 +256,31 @@ def test_rewrites_that_change_a_network_together_alone(monkeypatch: pytest.Monke
     fresh = classifier_of(1.0)
     halved = copy.deepcopy(fresh)
     halved.model.weight.data.mul_(0.5)  # type: ignore[operator]
-    monkeypatch.setattr(rewrites, "_change", lambda expected, found, calls=[1.0, 0.0, 0.0]: calls.pop(0))
+    monkeypatch.setattr(rewrites, "_change", lambda expected, found, calls=[1.0, 0.0, 0.0, 0.0]: calls.pop(0))
     with pytest.raises(CheckFailed) as refused:
         rewrite_checked(fresh, ("a", "b"), 4, rebuild=lambda: halved)
     assert str(refused.value) == ("the rewrites together change this network, none of them alone: please report it")
+
+
+class Chaos(nn.Module):
+    """The sine of a number that float32 holds to 16, and a rewrite of it by so much as rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1, 5), 3e8))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels.mean((2, 3)).sum(1, keepdim=True) * self.weight).sin()
+
+
+def test_logits_that_rounding_changes_are_not_the_fault_of_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "REWRITES", {"a": times(1 + 1e-7)})
+
+    def chaos() -> ImageClassifier:
+        return ImageClassifier(Chaos(), PREPROCESSING).eval()
+
+    with pytest.raises(CheckFailed, match=r"logits in float32 are [\d.]+ of the largest away from those in float64"):
+        rewrite_checked(chaos(), ("a",), 4, rebuild=chaos)
 
 
 def test_a_change_is_relative_to_the_largest_logit() -> None:
