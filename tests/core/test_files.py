@@ -19,6 +19,7 @@ from vitx.core.files import (
     Record,
     apply_umask,
     check_file,
+    check_folder,
     link_atomically,
     make_folder,
     read_record,
@@ -453,3 +454,12 @@ def test_a_folder_that_takes_no_file_is_said_at_once() -> None:
         with pytest.raises(PermissionError, match="no file can be made there: '/proc/") as caught:
             check_file(path, "report.html")
         assert caught.value.filename == str(path)
+
+
+def test_a_url_is_no_folder_called_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = "^'s3://bucket/run' is a URL: expected a path of this machine; copy it to the store afterwards$"
+    with pytest.raises(InputError, match=message), staged_folder(Path("s3://bucket/run")):
+        pass
+    assert not any(tmp_path.iterdir())
+    check_folder(Path("d:/run"))  # a drive

@@ -271,6 +271,19 @@ def test_the_state_has_a_place_of_its_own_by_default(
     found = list((tmp_path / "cache" / "predict").iterdir())
     assert len(found) == 2
     assert all(part_path(path, 3).is_file() for path in found)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VITX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"Not a directory; name one that can be written with --state, or by VITX_C"):
+        run(tiny_bundle, folder, url, None)
+
+
+def test_a_state_may_have_a_colon(
+    tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow takes a relative path with one for a URL."""
+    monkeypatch.chdir(tmp_path)
+    run(tiny_bundle, folder, url, Path("night:1"))
+    assert part_path(tmp_path / "night:1", 3).is_file()
 
 
 class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -389,6 +402,8 @@ def test_what_is_no_object_store_is_refused(
 def test_a_state_is_of_a_url_and_a_url_is_a_text(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^--state .* is for a URL: '.*out' has its ledger within$"):
         run(tiny_bundle, folder, str(tmp_path / "out"), tmp_path / "state")
+    with pytest.raises(InputError, match=r"^'s3://bucket/state' is a URL: expected a path of this machine"):
+        run(tiny_bundle, folder, "memory://out", Path("s3://bucket/state"))
     with pytest.raises(InputError, match="in Python a URL is a text, not a Path"):
         predict(tiny_bundle, NumpySession(), folder, Path("s3://bucket/x"), quiet=True)
 

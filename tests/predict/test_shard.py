@@ -177,7 +177,14 @@ def test_an_input_that_changes_between_two_jobs_is_refused(tiny_bundle: Bundle, 
         InputError, match=r"images were added to '.*list\.txt' or removed since the first job listed it"
     ):
         run(tiny_bundle, names, out, "2/2")
+    with pytest.raises(InputError, match=r"since it was predicted: choose another folder, or remove that one$"):
+        run(tiny_bundle, names, out, "1/2")
+    with pytest.raises(InputError, match=r"top_k was 5, is 1 now; choose another folder, or remove that one$"):
+        run(tiny_bundle, names, out, "1/2", top_k=1)
     assert len(paths(out)) == 5
+    (out / ".vitx" / "shard-00001-of-00002" / "ledger.sqlite").write_bytes(b"text" * 2000)
+    with pytest.raises(InputError, match=r"is damaged \(.*\): choose another folder, or remove that one$"):
+        run(tiny_bundle, names, out, "1/2")
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"1", b"\xff"])

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vitx.core.errors import InputError, missing_package
-from vitx.core.files import make_folder
+from vitx.core.files import check_file, make_folder
 from vitx.core.latency import Latency
 from vitx.core.panels import as_text
 
@@ -20,6 +20,7 @@ def check_plot(path: Path) -> None:
         raise InputError(f"plot '{path}': expected a name that ends in {' or '.join(FORMATS)}")
     if find_spec("matplotlib") is None:
         raise missing_package("matplotlib", "analyze")
+    check_file(path, "plot.png")
     make_folder(path.parent)
 
 

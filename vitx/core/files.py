@@ -9,6 +9,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -86,8 +87,21 @@ def make_folder(path: Path) -> None:
         sync(folder.parent)
 
 
+def is_made_of_url(path: Path | str) -> bool:
+    """Whether a path was a URL, before a Path made one slash of two; a drive has one letter."""
+    return re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
+def refuse_url(path: Path) -> None:
+    """Raise InputError for what would become a folder called `s3:` here."""
+    if is_made_of_url(path):
+        given = str(path).replace(":/", "://", 1)
+        raise InputError(f"'{given}' is a URL: expected a path of this machine; copy it to the store afterwards")
+
+
 def check_folder(path: Path) -> None:
-    """Raise InputError where no folder can be at `path`, because something else is there or above it."""
+    """Raise InputError where no folder can be at `path`: it is a URL, or something else is there or above it."""
+    refuse_url(path)
     real = Path(os.path.realpath(path))  # unlike resolve it takes a link that leads to itself
     found = next(place for place in (real, *real.parents) if os.path.lexists(place))
     if not found.is_dir():

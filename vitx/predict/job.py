@@ -1,7 +1,6 @@
 """`vitx predict`: create the run or go on with it, verify what is done, work until all is done, summarise."""
 
 import hashlib
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import cache_folder, sha256_file
+from vitx.core.files import cache_folder, is_made_of_url, refuse_url, sha256_file
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_image_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -111,8 +110,8 @@ def predict(
             log(f"predict: {increment}", quiet=quiet)
         elif not has_work and take(None).digest != run.digest:
             raise InputError(
-                f"images were added to '{where}' or removed since it was predicted: choose another folder, or pass "
-                "--overwrite"
+                f"images were added to '{where}' or removed since it was predicted: choose another folder, or "
+                f"{options.share.anew}"
             )
         for number, _, record in ledger.records() if options.strict else ():
             if record.errors:
@@ -200,14 +199,16 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
             raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
     if isinstance(out, str) and is_url(out):
         named = hashlib.sha256(out.rstrip("/").encode("utf-8", "surrogateescape")).hexdigest()[:16]
-        return out, options.state or cache_folder() / "predict" / named
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
+        state = options.state or cache_folder() / "predict" / named
+        refuse_url(state)
+        return out, state.absolute()  # a relative path with a colon is a URL to pyarrow
+    if is_made_of_url(out):
         raise InputError(f"--out '{out}': expected a folder or a URL; in Python a URL is a text, not a Path")
     if options.state is not None:
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
     if Path(out).name == PREDICTIONS and (Path(out).parent / STATE).is_dir():
         raise InputError(f"--out '{out}' is the table of a run: pass its folder, '{Path(out).parent}'")
-    return None, Path(out).absolute()  # a relative path with a colon is a URL to pyarrow
+    return None, Path(out).absolute()
 
 
 def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:

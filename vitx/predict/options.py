@@ -30,6 +30,11 @@ class Share(NamedTuple):
         """Of the names of this job's files."""
         return "" if self == WHOLE else f"-{self.number:05d}-of-{self.jobs:05d}"
 
+    @property
+    def anew(self) -> str:
+        """How to begin anew, for an error: --overwrite would remove what the other jobs did."""
+        return "pass --overwrite" if self == WHOLE else "remove that one"
+
 
 WHOLE = Share(1, 1)
 

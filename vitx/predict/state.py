@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitx.core.errors import MORE_FILES, TOO_MANY_FILES, EnvironmentMissing, InputError
-from vitx.core.files import make_folder, write_bytes_once
+from vitx.core.files import cache_folder, make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory, base_of
 from vitx.predict.inputs.stores import shown, without_user
 from vitx.predict.inputs.tables import schema_from_text, schema_to_text
@@ -84,7 +84,7 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
             if code in _NO_ACCESS:
                 again = "make that file and its folder writable for you, or choose another folder"
                 raise InputError(f"cannot write to '{state / LEDGER}' ({error}): {again}") from None
-            again = "choose another folder, or pass --overwrite"
+            again = f"choose another folder, or {share.anew}"
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
             _remove_leftovers(out, state, share)
@@ -137,7 +137,11 @@ def _not_writable(out: Path, error: OSError) -> InputError:
     """Raises the error itself where it is no fault of the folder."""
     if is_full(error) or error.errno in TOO_MANY_FILES:
         raise error
-    return InputError(f"cannot write to the folder '{out}': {error.strerror}")
+    remedy = ""
+    with suppress(EnvironmentMissing):  # a user without a home has named the folder
+        if out.is_relative_to(cache_folder().absolute()):
+            remedy = "; name one that can be written with --state, or by VITX_CACHE"
+    return InputError(f"cannot write to the folder '{out}': {error.strerror}{remedy}")
 
 
 class Run(NamedTuple):
@@ -181,7 +185,7 @@ def open_run(
             _replace_old(out, ledger)
     make_folder(out / PREDICTIONS)  # also where someone removed it
     run = ledger.description()
-    _refuse_changes(out, run, settings)
+    _refuse_changes(out, run, settings, share)
     if share == WHOLE:  # else other parts are of other jobs
         _refuse_strangers(out, ledger)
     return Run(run["id"], base_of(source, run["source"]), run["digest"], schema_from_text(run["schema"]), created)
@@ -215,14 +219,14 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
         before = dict(json.loads(path.read_bytes())) if path.exists() else settings
     except (ValueError, TypeError):
         raise InputError(f"'{path}', in which the jobs agree, is damaged: choose another folder") from None
-    _refuse_changes(out, before, settings, remedy="remove that one")
+    _refuse_changes(out, before, settings, Share(1, settings["shards"]))
 
 
 def _shown(value: Any) -> Any:
     return shown(value) if isinstance(value, str) else value
 
 
-def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any], remedy: str = "pass --overwrite") -> None:
+def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any], share: Share) -> None:
     for name, value in now.items():
         was = before.get(name, False)  # an option that is newer than the run was off
         if was != value and name == "listing":
@@ -233,5 +237,5 @@ def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any], reme
         if was != value:
             raise InputError(
                 f"'{out}' holds predictions of another run: {name} was {_shown(was)}, is {_shown(value)} now; "
-                f"choose another folder, or {remedy}"
+                f"choose another folder, or {share.anew}"
             )

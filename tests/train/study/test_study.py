@@ -414,4 +414,6 @@ def test_a_folder_of_something_else_is_left_alone(vitx: Vitx, tmp_path: Path) ->
     (tmp_path / "thesis.tex").write_text("mine")
     code, _, said = vitx("study", "ablation", "--out", tmp_path)
     assert (code, said) == (2, f"error: '{tmp_path}' holds something that is no study: choose another --out\n")
+    code, _, said = vitx("study", "ablation", "--out", "s3://bucket/study")
+    assert (code, "error: 's3://bucket/study' is a URL: expected" in said) == (2, True)
     assert json.dumps([path.name for path in tmp_path.iterdir()]) == '["thesis.tex"]'

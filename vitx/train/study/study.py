@@ -9,7 +9,7 @@ from typing import Any
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
-from vitx.core.files import make_folder, read_record, write_json
+from vitx.core.files import check_folder, make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.run import RunFolder
 from vitx.data.open import open_splits
@@ -157,7 +157,8 @@ def _in_words(score: Score) -> str:
 
 
 def _check_folder(out: Path, kind: Kind) -> None:
-    """Raise InputError for a folder that holds another study, or something else."""
+    """Raise InputError for a folder that holds another study, or something else, and where none can be."""
+    check_folder(out)
     if (out / "study.json").is_file():
         stored = read_record(out / "study.json", StudyResult)
         if stored.study != kind:
