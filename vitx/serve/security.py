@@ -130,7 +130,7 @@ def read_token(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        token = path.read_text(encoding="ascii").strip()
+        token = path.read_text(encoding="utf-8-sig").strip()  # Notepad begins a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the token file '{path}': {error}") from None
     if not _TOKEN.fullmatch(token):

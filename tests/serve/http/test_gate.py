@@ -107,7 +107,7 @@ def test_metadata_shows_no_folder_of_the_machine(server: ServerProcess) -> None:
 
 def test_metrics_have_a_switch_and_a_token_of_their_own(tmp_path: Path) -> None:
     for name, token in (("inference", TOKEN), ("metrics", TOKEN[::-1])):
-        (tmp_path / name).write_text(token)
+        (tmp_path / name).write_text(f"{token}\n", "utf-8-sig")  # as Notepad writes it
     inference, own = tmp_path / "inference", tmp_path / "metrics"
     tokens = Tokens(ServeOptions(token_file=inference, metrics_token_file=own))
     tokens.check("metrics", f"Bearer {TOKEN[::-1]}")
