@@ -118,6 +118,12 @@ def test_over_http_every_file_comes_once(site: str, made: Bundle, cache: Path) -
         Bundle.open(site + "/no")
 
 
+def test_where_no_copy_can_be_made_the_remedy_is_named(store: Any, cache: Path) -> None:
+    cache.touch()
+    with pytest.raises(EnvironmentMissing, match=r"bundles/.*' \(.*irectory\): set VITX_CACHE to a folder that can be"):
+        Bundle.open("memory://b/tiny.vitx")
+
+
 def test_a_server_that_is_gone_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

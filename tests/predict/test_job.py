@@ -251,8 +251,8 @@ def test_damaged_parts_are_made_again_and_said(
     idle = Spy(work=False)
     idle_summary = predict(tiny_bundle, idle, images, out, PredictOptions(shard_size=2))
     err = capsys.readouterr().err
-    assert "predict: 1 finished files were changed or removed; they are made again\n" in err
-    assert "predict: 2 of 3 shards are done and verified\n" in err
+    assert "predict: making 1 finished file again, changed or removed since\n" in err
+    assert "predict: 2 of 3 shards done and verified\n" in err
     assert idle_summary.images == 4  # the old summary was removed: this one is of what is there
     assert not (out / PREDICTIONS / ".part-00000003.parquet.killed").exists()
     assert run(tiny_bundle, Spy(), images, out).images_here == 2
@@ -369,8 +369,8 @@ def test_what_is_tried_again_is_said_and_done(
     options = PredictOptions(shard_size=2, retry_errors=True)
     summary = predict(tiny_bundle, Spy(), images, out, options)
     said = capsys.readouterr().err
-    assert "predict: 3 unreadable images in 2 files are tried again\n" in said
-    assert "predict: 1 of 3 shards are done and verified\n" in said
+    assert "predict: trying 3 unreadable images in 2 files again\n" in said
+    assert "predict: 1 of 3 shards done and verified\n" in said
     assert (summary.images, summary.errors) == (6, 2)
     assert json.loads((out / SUMMARY).read_text())["errors"] == 2
     idle = Spy(work=False)

@@ -172,7 +172,7 @@ def test_the_command_says_what_it_tries_again(tiny_bundle: Bundle, folder: Path,
     assert vitx(*arguments)[0] == 1
     code, _, err = vitx(*arguments, "--retry-errors")
     assert code == 0, err
-    assert "3 unreadable images in 2 files are tried again" in err
+    assert "trying 3 unreadable images in 2 files again\n" in err
 
 
 @pytest.mark.parametrize("block", [1, 2, 5, 12])

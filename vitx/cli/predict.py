@@ -39,25 +39,27 @@ def command(
 
 def _skipped(summary: "PredictionSummary") -> str:
     """Names that are no images: how many, and which for example."""
+    from vitx.core.console import counted
+
     skipped = summary.skipped_names
     count = sum(skipped.by_suffix.values())
-    return f"{count} names that are no images, such as {', '.join(skipped.first)}" if count else "0"
+    return f"{counted(count, 'name')} of no image, such as {', '.join(skipped.first)}" if count else "0"
 
 
 def _print(summary: "PredictionSummary", out: str) -> None:
-    from vitx.core.console import print_fields
+    from vitx.core.console import counted, print_fields
     from vitx.predict import PREDICTIONS
 
     common = sorted(summary.classes.items(), key=lambda item: item[1], reverse=True)[:5]
     busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.stages.items())
     print_fields(
-        f"{summary.images} images of {summary.input}",
+        f"{counted(summary.images, 'image')} of {summary.input}",
         {
             "written to": f"{out.rstrip('/')}/{PREDICTIONS}",
             "unreadable": summary.errors,
             "skipped": _skipped(summary),
             **({} if summary.increment is None else {"compared with the output": str(summary.increment)}),
-            "done by this process": summary.images_here,
+            "done by the last process": summary.images_here,  # that did any, of a run that was finished
             "seconds": summary.seconds,
             "images/s": summary.images_per_second,
             "bound by": f"{summary.binding} ({busy})",

@@ -26,6 +26,7 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import (
     Record,
     cache_folder,
+    make_folder,
     read_record,
     read_sealed,
     sha256_bytes,
@@ -375,6 +376,11 @@ def local_bundle(path: Path | str) -> Path:
         log(f"vitx: copying {store.url} ({size / 1e6:.1f} MB) to {folder}")
         if (latency := store.small(LATENCY)) is not None:
             heads[LATENCY] = latency
+        try:
+            make_folder(folder.parent)
+        except OSError as error:
+            reason = f"cannot make the folder '{folder.parent}' ({error.strerror})"
+            raise EnvironmentMissing(f"{reason}: set VITX_CACHE to a folder that can be written") from None
         with staged_folder(folder) as stage:
             for name, content in heads.items():
                 (stage / name).write_bytes(content)

@@ -20,6 +20,11 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 image', '2 images'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class Progress(Protocol):
     """Reports `done` of a total; `note` is a short text beside the bar."""
 

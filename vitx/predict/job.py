@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
-from vitx.core.console import log, progress
+from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import cache_folder, is_made_of_url, refuse_url, sha256_file
 from vitx.core.machine import usable_cores
@@ -229,11 +229,13 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     wrong = ledger.verify(lambda shard: part_path(out, shard))
     if wrong:
         summary.unlink(missing_ok=True)
-        log(f"predict: {len(wrong)} finished files were changed or removed; they are made again", quiet=quiet)
+        again = counted(len(wrong), "finished file")
+        log(f"predict: making {again} again, changed or removed since", quiet=quiet)
     if options.retry_errors and (errors := ledger.totals().errors):
         summary.unlink(missing_ok=True)
-        log(f"predict: {errors} unreadable images in {ledger.retry_errors()} files are tried again", quiet=quiet)
+        tried = f"{counted(errors, 'unreadable image')} in {counted(ledger.retry_errors(), 'file')}"
+        log(f"predict: trying {tried} again", quiet=quiet)
     totals = ledger.totals()
     if totals.done:
-        log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)
+        log(f"predict: {totals.done} of {counted(totals.shards, 'shard')} done and verified", quiet=quiet)
     return totals.done < totals.shards

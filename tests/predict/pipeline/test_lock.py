@@ -162,7 +162,7 @@ def test_after_a_kill_the_same_command_goes_on_at_once(
     code, said, error = vitx(*given, "--json")
     assert code == 0, error
     assert json.loads(said)["images_here"] == COUNT - 2 * SHARD
-    assert "predict: 2 of 6 shards are done and verified\n" in error
+    assert "predict: 2 of 6 shards done and verified\n" in error
     assert rows(out) == NAMES
     assert not list((out / PREDICTIONS).glob(".*"))
     after = content(out)
