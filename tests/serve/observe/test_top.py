@@ -130,7 +130,7 @@ def test_what_answers_is_no_http_or_breaks_off(sent: bytes, vitx: Vitx) -> None:
         code, _, err = vitx("top", f"127.0.0.1:{listener.getsockname()[1]}", "--once")
         answered.result()
     assert (code, err.count("\n")) == (3, 1)
-    assert "is not `vitx serve`: what it sent is no HTTP, or breaks off, as with --tls-client-ca (" in err
+    assert "is not `vitx serve`: what it sent is no HTTP or, as with --tls-client-ca, ends (" in err
 
 
 NO_MODELS = b'{"uptime_seconds": 5, "ready": true, "latency_ms": {}, "models": []}'

@@ -108,7 +108,7 @@ class ServerClient:
                     raise EnvironmentMissing(f"the metrics of {self.url} are off: serve with --metrics token") from None
                 raise self._not_vitx(f"it answered {error.code} to {path}") from None
         except HTTPException as error:
-            raise self._not_vitx(f"what it sent is no HTTP, or breaks off, as with --tls-client-ca ({error!r:.80})") from None
+            raise self._not_vitx(f"what it sent is no HTTP or, as with --tls-client-ca, ends ({error!r:.80})") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             remedy = "start `vitx serve BUNDLE`, or give the address it printed"
