@@ -73,7 +73,55 @@ def test_which_processors_add_int8_products_in_32_bits(
     assert sums_int8_exactly(tmp_path / "on ARM")
 
 
+@pytest.mark.parametrize(
+    ("groups", "limits", "found"),
+    [
+        ("0::/pod/one\n", {"pod/cpu.max": "200000 100000\n", "pod/one/cpu.max": "50000 100000\n"}, [0.5, 2.0]),
+        ("0::/host/name\n", {"cpu.max": "150000 100000\n"}, [1.5]),  # a container that sees its own groups alone
+        ("0::/pod\n", {"cpu.max": "max 100000\n", "pod/cpu.max": "max 100000\n"}, []),
+        (
+            "11:memory:/pod\n4:cpuacct,cpu:/pod\n1:name=systemd:/pod\n0::/\n",
+            {"cpu/pod/cpu.cfs_quota_us": "300000\n", "cpu/pod/cpu.cfs_period_us": "100000\n"},
+            [3.0],
+        ),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, []),
+        ("4:cpu:/pod\n0::/\n", {}, []),
+    ],
+)
+def test_limits_of_time_are_those_of_all_control_groups(
+    tmp_path: Path, groups: str, limits: dict[str, str], found: list[float]
+) -> None:
+    for name, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": limits[name] for name in limits},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert list(machine._cpu_limits(tmp_path)) == found
+
+
+def test_a_system_without_control_groups_limits_nothing(tmp_path: Path) -> None:
+    assert list(machine._cpu_limits(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("limits", "cores"), [([], 3), ([2.5, 8.0], 3), ([8.0, 1.5], 2), ([0.1], 1), ([9.0], 3)])
+def test_a_limit_of_time_is_so_many_cores_rounded_up(
+    monkeypatch: pytest.MonkeyPatch, limits: list[float], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "_cpu_limits", lambda: limits)
+    assert (machine.usable_cores(), machine.threads_here(None), machine.threads_here(5)) == (cores, cores, 5)
+
+
+def test_where_every_core_may_be_used_a_library_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 3)
+    assert (machine.threads_here(None), machine.threads_here(2)) == (None, 2)
+
+
 def test_the_description_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_cpu_limits", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3 * 2**18}.__getitem__)
     found = describe_machine()
@@ -164,6 +212,7 @@ def test_the_processor_is_the_one_that_linux_names(monkeypatch: pytest.MonkeyPat
 def test_a_system_that_does_not_say_its_memory_or_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sysconf")
     monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(machine, "_cpu_limits", list)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     found = describe_machine()
     assert (found["memory_gib"], found["cores"]) == (0, 6)

@@ -109,6 +109,7 @@ def test_on_a_cpu(
     loaded: type[Loaded], preloaded: list[str], bundle: Bundle, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     monkeypatch.setattr(module, "sums_int8_exactly", lambda: exact)
+    monkeypatch.setattr("vitx.core.machine.usable_cores", lambda: os.cpu_count())
     session = OnnxRuntimeSession(bundle, device="cpu", threads=3)
     other = OnnxRuntimeSession(of_precision(bundle, "fp8"), device="cpu", graph=bundle.path / "other.onnx")
     first, second = loaded.made
@@ -122,6 +123,16 @@ def test_on_a_cpu(
     about = {"runtime": "onnxruntime", "version": onnxruntime.__version__, "provider": "CPUExecutionProvider"}
     assert session.describe() == {**about, "precision": "fp32", "threads": 3}
     assert other.describe() == {**about, "precision": "fp8", "threads": "all cores", "graph": "other.onnx"}
+
+
+def test_where_cores_are_limited_as_many_threads_are_asked_for(
+    loaded: type[Loaded], bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime itself starts a thread for each core of the machine, and binds it to one that may be forbidden."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr("vitx.core.machine.usable_cores", lambda: 2)
+    session = OnnxRuntimeSession(bundle, device="cpu")
+    assert (loaded.made[0].options.intra_op_num_threads, session.describe()["threads"]) == (2, 2)
 
 
 @pytest.mark.parametrize("base", ["fp32", "fp16", "bf16"])

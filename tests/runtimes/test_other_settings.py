@@ -1,5 +1,6 @@
 """What OpenVINO and PyTorch are asked for: precision, threads, requests, device; the libraries' objects stand in."""
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,10 @@ def bundle(tmp_path: Path) -> Bundle:
     return bundle
 
 
-def test_openvino_computes_in_float32_unless_bfloat16_is_asked_for(core: Model, bundle: Bundle) -> None:
+def test_openvino_computes_in_float32_unless_bfloat16_is_asked_for(
+    core: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitx.core.machine.usable_cores", lambda: os.cpu_count())
     plain, three = OpenVinoSession(bundle), OpenVinoSession(bundle, threads=3)
     low = OpenVinoSession(bundle, threads=1, bf16=True)
     path, hint = str(bundle.path / IR), {"PERFORMANCE_HINT": "LATENCY"}
@@ -84,6 +88,14 @@ def test_openvino_computes_in_float32_unless_bfloat16_is_asked_for(core: Model, 
     assert three.describe()["threads"] == 3
     assert low.describe() == {"runtime": "openvino-bf16", **about, "precision": "bf16", "threads": 1}
     assert plain.artefacts == ("openvino/model.xml", "openvino/model.bin")
+
+
+def test_where_cores_are_limited_openvino_takes_no_more(
+    core: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr("vitx.core.machine.usable_cores", lambda: 2)
+    assert OpenVinoSession(bundle).describe()["threads"] == core.compiled[0][2]["INFERENCE_NUM_THREADS"] == 2
 
 
 def test_a_processor_without_bfloat16_is_said(core: Model, bundle: Bundle) -> None:

@@ -1,10 +1,12 @@
 """This machine: its GPUs, its cores, and what every measurement records of it and of the installed versions."""
 
 import ctypes
+import math
 import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -129,8 +131,36 @@ def _cuda_library() -> ctypes.CDLL | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: under `taskset`, or in a container with a cpuset, not all of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: under `taskset`, or in a container with a limit of CPUs, not all of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, math.ceil(min(_cpu_limits(), default=cores))))
+
+
+def _cpu_limits(system: Path = Path("/")) -> Iterator[float]:
+    """How many cores' time the control groups (version 1 or 2) of this process may take, of those that have a limit.
+
+    A container may see its own groups at the root and still be told the host's name of them, which is not there.
+    """
+    own = system / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root, names = ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")) if controllers else ("", ("cpu.max",))
+        for place in (Path(group), *Path(group).parents):
+            files = [system / "sys/fs/cgroup" / root / place.relative_to("/") / name for name in names]
+            quota, period = " ".join(file.read_text() for file in files).split() if files[0].is_file() else ("max", "")
+            if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
+
+
+def threads_here(given: int | None) -> int | None:
+    """As given; else None, a library's own choice, or as many as `usable_cores` where those are not all.
+
+    ONNX Runtime itself takes one for each core of the machine, and binds it there; OpenVINO too where time is limited.
+    """
+    cores = usable_cores()
+    return given or (cores if cores < (os.cpu_count() or 1) else None)
 
 
 def _processor() -> str:

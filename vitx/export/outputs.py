@@ -123,9 +123,9 @@ def _of_maps(name: OutputName, planned: PlannedOutputs, graph: onnx.ModelProto) 
 
 
 def _require_equal(name: str, content: bytes, planned: PlannedOutputs) -> None:
-    import onnxruntime
+    from vitx.export.graph.execution import open_session
 
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = open_session(content)
     for batch, expected in zip(CHECKED_BATCHES, planned.expected, strict=True):
         (found,) = session.run([output_tensor(name)], {INPUT: noise(batch, planned.size)})
         wanted = expected[name].numpy()

@@ -99,14 +99,13 @@ def measure_token_similarity(
     if not _runs_model(candidate):
         log(f"parity: CosSim by layer is left out: it is of {MODEL}, not of {_runtime(candidate)}", quiet=quiet)
         return None
-    import onnx
-
+    from vitx.export.graph.dataflow import read_onnx
     from vitx.parity.divergence import compare_token_similarity, has_blocks, require_block_names
 
     model, bundle = reference.network(), candidate.bundle
     if not has_blocks(model):
         return None
-    graph, pixels = onnx.load(str(bundle.model_path)), _pixels(images, reference.preprocessing)
+    graph, pixels = read_onnx(bundle.model_path), _pixels(images, reference.preprocessing)
     precision = bundle.manifest.precision
     try:
         require_block_names(graph, model)
@@ -190,11 +189,11 @@ def trace(
 
     Raises InputError when the candidate is no bundle, or names none of its layers.
     """
-    import onnx
+    from vitx.export.graph.dataflow import read_onnx
 
     if candidate.bundle is None:
         raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
-    graph = onnx.load(str(candidate.bundle.model_path))
+    graph = read_onnx(candidate.bundle.model_path)
     pixels = _pixels(images, reference.preprocessing)
     if not _runs_model(candidate) and _graph_agrees(reference, candidate, graph, images):
         return TraceResult(None, (), (_runtime_note(candidate.bundle, candidate, images),))
@@ -206,7 +205,7 @@ def trace(
         repaired = _repair(found.exact, graph, candidate.bundle, pixels, images, quiet=quiet)
         return replace(found, notes=(*found.notes, repaired))
     assert reference.bundle is not None
-    exact = onnx.load(str(reference.bundle.model_path))
+    exact = read_onnx(reference.bundle.model_path)
     return _trace_nodes(exact, graph, candidate.bundle, pixels)
 
 

@@ -13,7 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, Manifest, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line
-from vitx.core.machine import UNSIGNED_REWRITES, local_gpus, sums_int8_exactly
+from vitx.core.machine import UNSIGNED_REWRITES, local_gpus, sums_int8_exactly, threads_here
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 from vitx.runtimes.plan_choice import split_batch
@@ -78,7 +78,7 @@ class OnnxRuntimeSession(Session):
         super().__init__()
         self._manifest = bundle.manifest
         self._shape = image_shape(bundle)
-        self._threads = threads
+        self._threads = threads_here(threads)
         if int8:
             if INT8_MODEL not in bundle.manifest.files:
                 raise InputError(

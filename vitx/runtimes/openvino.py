@@ -9,6 +9,7 @@ from typing import Any
 
 from vitx.core.bundle import MODEL, Bundle, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
+from vitx.core.machine import threads_here
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import LOGITS, Float32Array, Session, check_images, image_shape
 
@@ -54,7 +55,7 @@ class OpenVinoSession(Session):
         # By default OpenVINO multiplies in bf16 where the CPU can; a bundle's precision is that of its graph.
         hint = "bf16" if bf16 else "f32"
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
-        if threads is not None:
+        if (threads := threads_here(threads)) is not None:
             # Pinned, each session of n threads takes the first n cores, and two of them share those.
             options |= {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
         self.outputs = tuple(outputs)

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import io
 import json
-import os
 import pickle
 import re
 import sys
@@ -224,8 +223,8 @@ def test_of_many_clients_only_the_latest_are_remembered(monkeypatch: pytest.Monk
 def test_by_default_there_is_a_thread_for_each_usable_core_and_one_more(
     cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under `taskset`, or in a container with a cpuset, these are not all that the machine has."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    """Under `taskset`, or in a container with a limit of CPUs, these are not all that the machine has."""
+    monkeypatch.setattr("vitx.serve.http.decode.usable_cores", lambda: cores)
     before = set(threading.enumerate())
     decoder = Decoder(max_pixels=1, capacity=1)
     started = [each for each in threading.enumerate() if each not in before and each.name.startswith("decode-")]

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 
 from vitx.core.errors import CheckFailed
-from vitx.core.machine import UNSIGNED_REWRITES, sums_int8_exactly
+from vitx.core.machine import UNSIGNED_REWRITES, sums_int8_exactly, threads_here
 from vitx.core.preprocess import UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
@@ -53,22 +53,27 @@ def batches(images: UInt8Array, size: int) -> Iterable[UInt8Array]:
     return (images[start : start + size] for start in range(0, len(images), size))
 
 
-def open_session(graph: onnx.ModelProto, *, fused: bool = True) -> Any:
+def open_session(graph: onnx.ModelProto | str | bytes, *, fused: bool = True) -> Any:
     """A session on the CPU; raise CheckFailed with ONNX Runtime's reason when it cannot run the graph.
+
+    graph: the message, the path of its file, or the file's bytes.
 
     Without `fused` Q and DQ run as they stand: see `UNSIGNED_REWRITES`. ONNX Runtime fuses E4M3 into a kernel that then
     refuses the type.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    if (threads := threads_here(None)) is not None:
+        options.intra_op_num_threads = threads
     if not sums_int8_exactly():  # or the ranges would be chosen for sums that saturate (docs/precision.md)
         options.add_session_config_entry("session.x64quantprecision", "1")
     if not fused:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     disabled = None if fused else UNSIGNED_REWRITES
+    content = graph.SerializeToString() if isinstance(graph, onnx.ModelProto) else graph
     try:
         return onnxruntime.InferenceSession(
-            graph.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
+            content, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
         )
     # ONNX Runtime's errors share no base class but Exception; each of them is a verdict on the graph.
     except Exception as error:  # noqa: BLE001

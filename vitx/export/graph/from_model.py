@@ -135,9 +135,9 @@ def clean(model: Any, *, folded: bool = True) -> None:
 
 def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
     """Raise CheckFailed unless the graph file equals `classifier` on noise at batches that were never traced."""
-    import onnxruntime
+    from vitx.export.graph.execution import open_session
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = open_session(str(path))
     device = any_tensor(classifier).device
     generator = np.random.default_rng(0)
     for batch in CHECKED_BATCHES:

@@ -81,6 +81,7 @@ def optimized_operators(path: Path) -> Counter[str]:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         options.log_severity_level = 3  # or it warns that the optimised file fits this machine only
+        options.intra_op_num_threads = 1
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 

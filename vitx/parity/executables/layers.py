@@ -54,16 +54,12 @@ def _openvino_tensors(bundle: Bundle, pixels: UInt8Array) -> Tensors:
 
 def _graph_tensors(bundle: Bundle, pixels: UInt8Array, wanted: Tensors) -> Tensors:
     """The tensors of model.onnx that have one of the `wanted` names, in the graph's order."""
-    import onnx
-    import onnxruntime
+    from vitx.export.graph.dataflow import read_onnx
+    from vitx.export.graph.execution import run_with_outputs
 
-    model = onnx.load(str(bundle.model_path))
-    layers = [name for node in model.graph.node for name in node.output if name in wanted]
-    outputs = {output.name for output in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in layers if name not in outputs)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found = session.run(layers, {bundle.manifest.input.name: pixels})
-    return dict(zip(layers, found, strict=True))
+    graph = read_onnx(bundle.model_path)
+    layers = [name for node in graph.graph.node for name in node.output if name in wanted]
+    return next(run_with_outputs(graph, layers, pixels, IMAGES))
 
 
 def _relative(found: npt.NDArray[np.floating], expected: npt.NDArray[np.floating]) -> float:

@@ -39,12 +39,11 @@ def load_unlisted_embedding(
         )
     if find_spec("onnx") is None:
         raise missing_package("onnx", "export")
-    import onnx
-
+    from vitx.export.graph.dataflow import read_onnx
     from vitx.export.graph.outputs import classifier_inputs, embedding_part
 
     name = bundle.manifest.output.name
-    model = onnx.load(str(bundle.model_path))
+    model = read_onnx(bundle.model_path)
     features = classifier_inputs(model, name)
     if len(features) > 1:
         raise InputError(
@@ -112,9 +111,10 @@ def _element_type(bundle: Bundle, model: "onnx.ModelProto", features: str) -> in
 
 def _classified(head: "onnx.ModelProto", features: np.ndarray, kind: int) -> np.ndarray:
     import onnx
-    import onnxruntime
 
-    runner = onnxruntime.InferenceSession(head.SerializeToString(), providers=["CPUExecutionProvider"])
+    from vitx.export.graph.execution import open_session
+
+    runner = open_session(head)
     given = features.astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
     (logits,) = runner.run(None, {head.graph.input[0].name: given})
     return np.asarray(logits)
