@@ -1,6 +1,7 @@
 """What the server changes for its whole process."""
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,19 @@ from vitx.serve.process import process_settings
 from vitx.serve.process.process_settings import return_freed_memory
 
 MIB = 2**20
+FIRST_IMAGES = """
+import sys
+from vitx.serve.process.process_settings import configure_process
+configure_process()
+from vitx.core.preprocess import ImageError, decode
+before = {*sys.modules}
+for start in (b"RIFF....WEBP", b"II*\\0", b"\\xff\\xd8\\xff", b"no image"):
+    try:
+        decode(start)
+    except ImageError:
+        pass
+print({*sys.modules} - before)
+"""
 
 
 def resident() -> int:
@@ -58,3 +72,9 @@ def test_under_load_it_is_not_every_second(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(return_freed_memory(lambda: not asked.append(True)))  # type: ignore[func-returns-value]
     assert calls == [30, 60, 90]
+
+
+def test_the_first_image_imports_nothing() -> None:
+    """Pillow imports its formats when it first needs them: the first image of a warm server waited for that."""
+    done = subprocess.run([sys.executable, "-c", FIRST_IMAGES], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

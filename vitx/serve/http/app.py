@@ -109,8 +109,7 @@ class App:
 
     def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
-        asked = name, version, header_length(asgi.header(scope, _HEADER_LENGTH))
-        return partial(self._start_infer, asked), True
+        return partial(self._start_infer, (name, version, header_length(asgi.header(scope, _HEADER_LENGTH)))), True
 
     def _decode(self, asked: Asked, body: bytes, record: RequestRecord) -> Decoded:
         name, version, length = asked

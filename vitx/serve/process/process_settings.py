@@ -28,6 +28,7 @@ _TRIM_UNDER_LOAD = 30  # it takes a millisecond, and as much again until the fre
 def configure_process() -> None:
     """Call once, before anything is loaded."""
     Image.MAX_IMAGE_PIXELS = None  # `--max-pixels` alone decides, before an image is decoded
+    Image.init()  # its formats, which Pillow else imports with the first image: 0.2 s, while no other thread runs
     ignore_image_warnings()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # clients could fill the log with gRPC's warnings
     gc.set_threshold(_YOUNG_OBJECTS)

@@ -60,8 +60,7 @@ def worker_link() -> WorkerLink | None:
     index, listener, parent, grpc_port, folder = given.split(" ", 4)
     listening = socket.socket(fileno=int(listener))
     listening.setblocking(False)
-    siblings = Siblings(Path(folder), int(index))
-    return WorkerLink(listening, socket.socket(fileno=int(parent)), int(grpc_port), siblings)
+    return WorkerLink(listening, socket.socket(fileno=int(parent)), int(grpc_port), Siblings(Path(folder), int(index)))
 
 
 @dataclass(eq=False)
