@@ -1,6 +1,8 @@
 """Several versions of a model: a repository folder NAME/VERSION, over HTTP and gRPC, loaded, replaced and unloaded."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from bundle_fixture import BIAS, IMAGE_SIZE, PREPROCESSING, WEIGHT, NumpySession
 from cli_fixture import Vitx
 from server_process import INFER_BODY, ServerProcess, grpc_address, run_serve, running_server, wait_until
 from vitx.core.errors import InputError
+from vitx.serve.models.loading import file_states
 from vitx.serve.models.repository import bundles_in
 from vitx.serve.options import ServeOptions
 from vitx.serve.server_core import verified
@@ -163,6 +166,21 @@ def test_other_folders_are_ignored_and_duplicate_versions_refused(folder: Path) 
     refused = run_serve("--repository", folder, "--allow-uncertified", "--port", "0")
     assert refused.returncode == 2
     assert "is the model 'tiny': to be loaded as 'other' it must be named so" in refused.stderr
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that another user copies there has it: `--watch` loaded nothing more, and said nothing."""
+    private, is_file = folder / "private.vitx", Path.is_file
+    private.mkdir(0o700)
+
+    def asked(path: Path) -> bool:
+        if path.parent == private:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", asked)
+    assert list(bundles_in(folder)) == [("lone", "1"), ("private", "1"), ("tiny", "1"), ("tiny", "10")]
+    assert file_states(private) == ()
 
 
 @pytest.mark.parametrize(

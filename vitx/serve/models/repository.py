@@ -39,8 +39,9 @@ def bundles_in(folder: Path, policies: Sequence[str] = ()) -> dict[ModelKey, Pat
     ]
     bundles: dict[ModelKey, Path] = {}
     for (name, version), path in found:
-        if not (path / MANIFEST).is_file():
-            continue
+        with suppress(PermissionError):  # who loads it is told; the others are none the worse
+            if not (path / MANIFEST).is_file():
+                continue
         if (key := (visible(name), version)) in bundles:
             raise InputError(f"{bundles[key]} and {path} are both version {version} of '{name}': remove one of them")
         bundles[key] = path
@@ -178,7 +179,7 @@ class Repository:
         return self._loader.warm(offer, known)
 
     def _refused(self, key: ModelKey, error: Exception) -> RequestError:
-        if not isinstance(error, VitxError):
+        if not isinstance(error, VitxError | OSError):
             _log.exception("loading %s failed", key_text(key))
         self._refusals[key] = text = visible(str(error)) or type(error).__name__
         self._metrics.loads.labels(*key, "refused").inc()
