@@ -30,7 +30,7 @@ from server_process import (
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
-from vitx.serve.security import Tokens, read_pem
+from vitx.serve.security import Tokens, read_pem, read_token
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 MANAGEMENT = "fedcba9876543210fedcba9876543210"
@@ -373,3 +373,17 @@ def test_a_token_that_is_not_ascii_is_refused_without_an_error(tmp_path: Path) -
     for given in ("Bearer \xe9", "Bearer", "", None, f"Bearer {TOKEN}\u2028"):
         with pytest.raises(RequestError):
             tokens.check("inference", given)
+
+
+@pytest.mark.parametrize("content", ["short", "a token with spaces", "\xe9" * 16])
+def test_a_file_without_a_usable_token_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(InputError, match="is not 16 or more visible ASCII characters: write one"):
+        read_token(tmp_path / "token")
+
+
+def test_of_a_token_file_no_more_is_read_than_a_token_has(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    os.truncate(tmp_path / "token", 2**40)  # a terabyte that takes no room
+    with pytest.raises(InputError, match="is not 16 or more visible ASCII characters"):
+        read_token(tmp_path / "token")

@@ -14,7 +14,7 @@ from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 
 Kind = Literal["inference", "management", "metrics"]
-_TOKEN = re.compile(r"[!-~]{16,}")
+_TOKEN, _TOKEN_BYTES = re.compile(rb"[!-~]{16,}"), 2**15  # as many as headers have by default
 
 
 class Tokens:
@@ -130,10 +130,11 @@ def read_token(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        token = path.read_text(encoding="utf-8-sig").strip()  # Notepad begins a file with a mark
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:  # Notepad begins a file with a mark
+            token = file.read(_TOKEN_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+    except OSError as error:
         raise InputError(f"cannot read the token file '{path}': {error}") from None
     if not _TOKEN.fullmatch(token):
         text = f"the token in '{path}' is not 16 or more visible ASCII characters: write one, such as 32 hex digits"
         raise InputError(text)
-    return token.encode()
+    return token

@@ -272,8 +272,7 @@ class ModelSet:
         if (name, version) in self.expected or (version is None and name in self.names):
             return unavailable(f"model '{name}' is loading", "not_ready")
         which = f"'{name[:80]}'" if version is None else f"'{name[:80]}' version {version[:40]}"
-        text = f"Request for unknown model: {which} is not found"
-        return RequestError(text, status=404, reason="unknown_model")
+        return RequestError(f"Request for unknown model: {which} is not found", status=404, reason="unknown_model")
 
     def _find_newest(self, name: str) -> None:
         self._newest.pop(name, None)
