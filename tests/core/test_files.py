@@ -410,8 +410,13 @@ def test_a_record_cannot_be_changed_and_the_first_wrong_field_is_named(tmp_path:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file system of Linux")
 def test_where_no_folder_can_be_made_nothing_is_called_missing() -> None:
     """VITX_CACHE=/proc/nope was a traceback: a missing file is a mistake in the code, and no folder is ever missing."""
-    with pytest.raises(PermissionError, match="no folder can be made there: '/proc/nope/a'"):
-        make_folder(Path("/proc/nope/a"))
+    nope = Path("/proc/nope")
+    with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope/a'"):
+        make_folder(nope / "a")
+    with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope'"), staged_folder(nope):
+        pass
+    with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope'"):
+        write_bytes(nope, b"")
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux lists them")
@@ -451,7 +456,7 @@ def test_a_folder_in_the_place_of_a_file_is_said_at_once(tmp_path: Path) -> None
 def test_a_folder_that_takes_no_file_is_said_at_once() -> None:
     """A report of a run that another user owns was made, for seconds, before it could not be written."""
     for path in (Path("/proc/report.html"), Path("/proc/nope/report.html")):
-        with pytest.raises(PermissionError, match="no file can be made there: '/proc/") as caught:
+        with pytest.raises(PermissionError, match="nothing can be made there: '/proc/") as caught:
             check_file(path, "report.html")
         assert caught.value.filename == str(path)
 

@@ -79,10 +79,8 @@ def rename(temporary: Path, path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless they exist; a power cut does not take a new one away."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
+    with _made(path):
         path.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # below /proc: what is to be made is said to be missing
-        raise PermissionError(errno.EACCES, "no folder can be made there", str(path)) from error
     for folder in missing:
         sync(folder.parent)
 
@@ -97,6 +95,15 @@ def refuse_url(path: Path) -> None:
     if is_made_of_url(path):
         given = str(path).replace(":/", "://", 1)
         raise InputError(f"'{given}' is a URL: expected a path of this machine; copy it to the store afterwards")
+
+
+@contextmanager
+def _made(path: Path) -> Iterator[None]:
+    """Below /proc the system says of what is to be made that it is missing: raise PermissionError for it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise PermissionError(errno.EACCES, "nothing can be made there", str(path)) from error
 
 
 def check_folder(path: Path) -> None:
@@ -117,11 +124,10 @@ def check_file(path: Path, example: str) -> None:
     if real.exists() and not real.is_file():  # a device or a pipe is written to, and no other file made beside it
         return
     try:
-        tempfile.TemporaryFile(dir=next(folder for folder in real.parents if folder.exists())).close()
+        with _made(path):
+            tempfile.TemporaryFile(dir=next(folder for folder in real.parents if folder.exists())).close()
     except OSError as error:
-        missing = error.errno == errno.ENOENT  # which below /proc is said of what is to be made
-        why = (errno.EACCES, "no file can be made there") if missing else (error.errno, error.strerror)
-        raise OSError(*why, str(path)) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -132,7 +138,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     if path.is_symlink():
         path = Path(os.path.realpath(path))
     make_folder(path.parent)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with _made(path):
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -281,7 +288,8 @@ def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     check_folder(target)
     target = target.resolve()
     make_folder(target.parent)
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    with _made(target):
+        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         group = stage.stat().st_mode & stat.S_ISGID  # within a folder of a group all that is new is the group's
         stage.chmod(0o777 & ~_umask() | group)
