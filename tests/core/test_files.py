@@ -13,6 +13,7 @@ from threading import Thread
 import pytest
 
 from faulty_disk import assert_old_or_new, failures_at_every_step, faulty_disk
+from server_process import open_files
 from vitx.core import files
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import (
@@ -421,10 +422,9 @@ def test_where_no_folder_can_be_made_nothing_is_called_missing() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux lists them")
 def test_no_file_stays_open(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     write_bytes(tmp_path / "file", b"")
     write_stage(tmp_path, "text")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(str(tmp_path)) == 0
 
 
 def test_leftovers_are_those_of_this_name_alone(tmp_path: Path) -> None:

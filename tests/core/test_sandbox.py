@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from sandbox_jobs import add, divide_by_zero, exit_at_once, fill_memory, kill_self, raise_disk_full, raise_input_error
+from server_process import is_running, wait_until
 from vitx.core import sandbox
 from vitx.core.errors import InputError
 from vitx.core.sandbox import ConversionCrashed, end_with_parent, resident_gib, run_limited, verb_command
@@ -91,13 +92,7 @@ def test_a_conversion_ends_with_who_asked_for_it(tmp_path: Path) -> None:
     pid = wait_for((tmp_path / "pid").read_text)
     parent.kill()
     parent.wait()
-    wait_for(lambda: not running(int(pid)))
-
-
-def running(pid: int) -> bool:
-    """Also false of one that ended and that nobody has asked for."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    wait_until(lambda: not is_running(int(pid)))
 
 
 def wait_for(find: Callable[[], Any], seconds: float = 60) -> Any:

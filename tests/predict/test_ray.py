@@ -20,7 +20,7 @@ import pytest
 from bundle_fixture import LABELS, PREPROCESSING, colour_image, png, tar_of
 from cli_fixture import Vitx
 from ray_fixtures import gate_of, processes
-from server_process import HANG, wait_until
+from server_process import HANG, is_running, wait_until
 from support.process_tree import family
 from vitx.cli.options import _with_ray_address
 from vitx.core.bundle import MANIFEST, Bundle
@@ -204,7 +204,7 @@ def test_interrupted_run_ends_its_cluster_and_goes_on(
     assert driver.returncode == 130, errors
     assert "Traceback" not in errors
     assert not list((out / PREDICTIONS).glob(".part-*"))
-    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in cluster))
+    wait_until(lambda: not any(map(is_running, cluster)))
     finish_locally(certified_original, paths, out)
     assert parts(out) == parts(local)
 

@@ -3,14 +3,16 @@
 import http.client
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,30 @@ def wait_until(condition: Any, seconds: float = HANG) -> None:
             return
         assert start < deadline, "the condition did not become true in time"
         time.sleep(max(0.01, 4 * (time.monotonic() - start)))
+
+
+def free_port() -> int:
+    """Below those that the system gives to outgoing connections: one of these may be taken before it is listened on."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(20_000)))
+            return port
+
+
+def is_running(pid: int) -> bool:
+    """Not one that has ended and waits to be asked for its exit code: where process 1 is no init, nobody does."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def open_files(name: str) -> int:
+    """How many files whose path contains `name` this process has open: what other tests have left may close."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them, and what was closed in the meantime
+            found += name in os.readlink(descriptor)
+    return found
 
 
 def waiting(server: ServerProcess) -> float:

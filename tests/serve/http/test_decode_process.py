@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from bundle_fixture import colour_image, damaged_fax, png, write_bundle
-from server_process import ServerProcess, running_server, wait_until
+from server_process import ServerProcess, is_running, running_server, wait_until
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.serve.http import decode_process
@@ -155,16 +155,21 @@ def test_a_thread_without_room_for_its_process_starts_it_later(monkeypatch: pyte
 
 
 def test_closing_a_decoder_ends_its_processes() -> None:
-    before = children(os.getpid())
+    children_before, threads_before = children(os.getpid()), set(threading.enumerate())
     with closing(Decoder(max_pixels=10**6, capacity=1, threads=2, processes=True)):
-        wait_until(lambda: len(children(os.getpid()) - before) == 3)
-    wait_until(lambda: children(os.getpid()) == before)
-    wait_until(lambda: not any(thread.name.startswith("decode-") for thread in threading.enumerate()))
+        wait_until(lambda: len(children(os.getpid()) - children_before) == 3)
+        started = children(os.getpid()) - children_before
+    wait_until(lambda: not started & children(os.getpid()))
+    others = set(threading.enumerate()) - threads_before
+    wait_until(lambda: not any(thread.name.startswith("decode-") and thread.is_alive() for thread in others))
 
 
 def children(pid: int) -> set[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return {int(child) for task in tasks for child in task.read_text().split()}
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended in the meantime
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def classify(server: ServerProcess, query: str = "", body: bytes = b"") -> tuple[int, Any]:
@@ -196,7 +201,7 @@ def test_a_server_survives_its_decoders(tmp_path: Path) -> None:
             os.kill(child, signal.SIGSTOP)
         try:
             assert server.stop() == 0
-            wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in left))
+            wait_until(lambda: not any(map(is_running, left)))
         finally:  # what is left would hold the server's output open
             for child in left:
                 with suppress(ProcessLookupError):
@@ -221,4 +226,4 @@ def test_decoders_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
         assert classify(server)[0] == 200
         started = children(server.process.pid)
         server.process.kill()
-        wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in started))
+        wait_until(lambda: not any(map(is_running, started)))

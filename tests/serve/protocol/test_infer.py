@@ -1,7 +1,6 @@
 """Open Inference Protocol v2, without a socket: golden bytes, exact error texts, and fuzzed requests."""
 
 import json
-import os
 import sys
 from multiprocessing import shared_memory
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from server_process import open_files
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest, decode_infer_request, encode_infer_response, header_length
@@ -369,12 +369,12 @@ def test_tensors_in_shared_memory_are_read_and_written_where_the_request_says() 
         body, _ = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS)
         assert json.loads(body)["outputs"][0]["parameters"] == {**places, "shared_memory_offset": 0}
         # A request that was accepted is answered where it asked, also if any client unregisters all regions meanwhile.
-        open_files, request = len(os.listdir("/proc/self/fd")), decoded(given, {"shared_memory_byte_size": 8})
+        opened, request = open_files(block.name), decoded(given, {"shared_memory_byte_size": 8})
         memory.unregister()
         encode_infer_response(-TWO_ROWS[:1], request, CONTRACT, LABELS)
         assert bytes(block.buf[:8]) == (-TWO_ROWS[:1]).tobytes()
         del request
-        assert len(os.listdir("/proc/self/fd")) == open_files - 1
+        assert open_files(block.name) == opened - 1
         memory.register("r", block.name, 0, 64)
         text = "output 'logits' has 8 bytes: 7 were set aside for it in shared memory region 'r'"
         assert refused(given, {"shared_memory_byte_size": 7}) == text

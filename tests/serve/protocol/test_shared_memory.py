@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from server_process import open_files
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import RequestError
 from vitx.serve.protocol.shared_memory import SharedMemory
@@ -90,7 +91,7 @@ def test_names_are_unique_and_can_be_given_back(block: shared_memory.SharedMemor
 
 @linux_only
 def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(block.name)
     for name in "abc":
         memory.register(name, block.name, 0, 10)
     status, text = refusal(memory.register, "d", block.name, 0, 10)
@@ -104,7 +105,7 @@ def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedM
     memory.register("f", block.name, 0, 10)
     memory.unregister()
     assert refusal(memory.register, "d", block.name, 0, 4097)[0] == 400
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(block.name) == before
 
 
 @linux_only
