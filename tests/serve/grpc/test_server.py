@@ -75,7 +75,7 @@ def tensor(number: int) -> Any:
 def outcome(client: Any, number: int = 7, **options: Any) -> str:
     """The status of one call: "OK", and the logits are right, or the error's; "refused" when the server drains."""
     try:
-        logits = client.infer("tiny", [tensor(number)], **options).as_numpy("logits")
+        logits = client.infer("tiny", [tensor(number)], **{"client_timeout": HANG, **options}).as_numpy("logits")
     except InferenceServerException as error:
         refused = error.message() == "the server is shutting down"
         return "refused" if refused else str(error.status()).removeprefix("StatusCode.")
@@ -163,19 +163,26 @@ def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
             wait_until(lambda: server.metric("vitx_running_images") == 1)
             assert outcome(client, timeout=100_000) == "DEADLINE_EXCEEDED"  # it seemed possible: 0.1 s
             assert outcome(client, timeout=1) == "DEADLINE_EXCEEDED"
-            assert outcome(client, client_timeout=0.1) == "DEADLINE_EXCEEDED"
-            wait_until(lambda: server.metric(MISSED) == 3)
-            assert server.metric('vitx_requests_total{route="grpc.ModelInfer",status="503"}') == 3
+            wait_until(lambda: server.metric(MISSED) == 2)
+            assert server.metric(DISCONNECTED) == 0
+
+            def missed() -> bool:
+                """One call more: of one that ends before it is there the server knows nothing, or that it was ended."""
+                assert outcome(client, client_timeout=0.1) == "DEADLINE_EXCEEDED"
+                return server.metric(MISSED) > 2
+
+            wait_until(missed)
+            told = 'vitx_requests_total{route="grpc.ModelInfer",status="503"}'
+            wait_until(lambda: server.metric(told) == server.metric(MISSED))
             gate.unlink()
             assert held.result(HANG) == "OK"
         assert server.metric("vitx_images_total") == 1
-        assert server.metric(DISCONNECTED) == 0
 
 
 def test_a_deadline_that_cannot_be_met(tiny_bundle: Bundle) -> None:
     """As the warm-up has measured it, an image takes longer."""
     with slow_server(tiny_bundle, program=SLOW_MODEL.replace("if images.any()", "if len(images)")) as (server, client):
-        assert outcome(client, timeout=30_000) == "RESOURCE_EXHAUSTED"
+        assert outcome(client, timeout=150_000) == "RESOURCE_EXHAUSTED"
         assert server.metric("vitx_images_total") == 0
 
 
@@ -213,10 +220,6 @@ def test_a_call_ends_when_its_message_does_not_arrive(tiny_bundle: Bundle) -> No
             with pytest.raises(grpc.RpcError, match="the call's message took too long") as error:
                 silent.result(HANG)
             assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        empty = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(iter([]))
-        with pytest.raises(grpc.RpcError, match="the call has no message") as error:
-            empty.result(HANG)
-        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert server.metric(slow) == 2
         host, _, port = grpc_address(server).rpartition(":")
         with socket.create_connection((host, int(port))) as half:

@@ -323,6 +323,13 @@ def test_a_message_of_many_fields_is_refused_unparsed(channel: grpc.Channel, met
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_a_call_without_a_message_is_refused(channel: grpc.Channel) -> None:
+    empty = channel.stream_unary(SERVICE + "ModelInfer").future(iter([]))
+    with pytest.raises(grpc.RpcError, match="the call has no message") as error:
+        empty.result(HANG)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_a_long_shape_is_refused(channel: grpc.Channel) -> None:
     request = message_class("ModelInferRequest")(model_name="tiny")
     request.inputs.add(name="images", datatype="UINT8", shape=[1] * 490_000)
