@@ -10,14 +10,11 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import pyarrow.parquet as parquet
@@ -25,7 +22,7 @@ import pytest
 from PIL import Image
 
 from cli_fixture import run_in_process
-from server_process import HANG
+from server_process import HANG, free_port, wait_until
 from training_jobs import TINY_SETTINGS, VitxProcess, context
 from vitx.data.open import open_images
 
@@ -56,12 +53,6 @@ def commands() -> list[str]:
     return [line.partition(" #")[0].strip() for line in lines if line.strip()]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(command: str, folder: Path) -> str:
     finished = subprocess.run(
         command, shell=True, cwd=folder, capture_output=True, text=True, check=False, env=environment()
@@ -76,19 +67,19 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
+def answers(port: int) -> bool:
+    with suppress(OSError), urlopen(f"http://localhost:{port}/v2/health/ready", timeout=HANG):
+        return True
+    return False
+
+
 @contextmanager
 def serving(command: str, folder: Path, port: int) -> Iterator[None]:
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(shlex.split(command), cwd=folder, env=environment(), stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline:
-                assert process.poll() is None, (folder / "server.log").read_text()
-                try:
-                    with urlopen(f"http://localhost:{port}/v2/health/ready", timeout=5):
-                        break
-                except (URLError, ConnectionError):
-                    time.sleep(0.05)
+            wait_until(lambda: answers(port) or process.poll() is not None)
+            assert process.poll() is None, (folder / "server.log").read_text()
             yield
         finally:
             process.send_signal(signal.SIGINT)

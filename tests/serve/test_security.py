@@ -164,7 +164,7 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
     certificate, key = make_certificate(tmp_path)
     arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--grpc-port", "0", "--header-timeout", "3")
     with tls_server(*arguments, "--tls-cert", certificate, "--tls-key", key, certificate=certificate) as server:
-        with closing(socket.create_connection((server.host, server.port), 20)) as silent:  # uvloop gives it 60 s
+        with closing(socket.create_connection((server.host, server.port), 30)) as silent:  # uvloop gives it 60 s
             assert silent.recv(1) == b""
         assert server.line.startswith("vitx: serving tiny on https://127.0.0.1:")
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
@@ -286,7 +286,7 @@ def test_clients_need_a_certificate_of_the_given_authorities(folder: Path, tmp_p
                         assert asked.is_server_ready()
                     else:
                         with pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"):
-                            asked.is_server_ready(client_timeout=5)
+                            asked.is_server_ready(client_timeout=HANG)
         assert server.metric('vitx_requests_total{model="",route="server_live",status="200"}') == 0
 
 

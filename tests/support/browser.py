@@ -63,7 +63,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 20) -> None:
+    def wait(self, condition: str, seconds: float = _PATIENCE_SECONDS) -> None:
         """Run a script until its value is true."""
         deadline = time.monotonic() + seconds
         while not self.run(condition):

@@ -4,22 +4,19 @@ import json
 import multiprocessing
 import os
 import runpy
-import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from server_process import HANG
 from vitx.train.recipes.recipe import Recipe, apply_overrides
 from vitx.train.recipes.registry import get_recipe
 
-TIMEOUT = 60.0
 # Settings of a network that trains in a second.
 TINY = (
     "model.kwargs.embed_dim=16",
@@ -53,14 +50,6 @@ def context() -> ForkServerContext:
     return chosen
 
 
-def free_port() -> int:
-    """Below those that the system gives to outgoing connections: one of these may be taken before it is listened on."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(20_000)))
-            return port
-
-
 def start_all(function: Callable[..., None], count: int, *arguments: Any) -> None:
     """Run `function(rank, *arguments)` in `count` processes and wait; fail when one of them does."""
     codes = exit_codes(function, count, *arguments)
@@ -76,7 +65,7 @@ def exit_codes(function: Callable[..., None], count: int, *arguments: Any) -> li
         process.start()
     try:
         for process in processes:
-            process.join(TIMEOUT)
+            process.join(HANG)
         return [process.exitcode for process in processes]
     finally:
         for process in processes:
@@ -154,7 +143,7 @@ class VitxProcess:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def wait(self, seconds: float = TIMEOUT) -> tuple[int | None, str]:
+    def wait(self, seconds: float = HANG) -> tuple[int | None, str]:
         """The exit code and all that was printed."""
         self._process.join(seconds)
         return self._process.exitcode, self._errors.read_text()

@@ -8,6 +8,7 @@ import pytest
 
 from cli_fixture import Vitx
 from epoch_row import epoch_row
+from server_process import HANG
 from training_jobs import context, hold_run
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_json
@@ -53,7 +54,7 @@ def test_a_run_whose_process_was_killed(run: RunFolder) -> None:
     here, there = context().Pipe()
     holder = context().Process(target=hold_run, args=(run.path, there))
     holder.start()
-    assert here.poll(30), "the holder has not begun"
+    assert here.poll(HANG), "the holder has not begun"
     found = states(run, lambda: None)
     assert [next(found), next(found)] == [RunState(HALF, ROWS[:1])] * 2
     holder.kill()

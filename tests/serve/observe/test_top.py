@@ -279,7 +279,7 @@ def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: Serve
     os.close(theirs)
     seen = b""
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG
         while seen.count(b"tiny") < 4 and time.monotonic() < deadline:
             seen += os.read(ours, 2**16)
         process.send_signal(signal.SIGINT)

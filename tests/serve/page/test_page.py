@@ -17,7 +17,7 @@ import pytest
 from browser import PROGRAM, Browser, running_browser
 from bundle_fixture import LABELS, colour_image, png, with_attention, write_bundle
 from page_actions import classes, give
-from server_process import ServerProcess, running_server
+from server_process import HANG, ServerProcess, running_server
 from vitx.core.bundle import Bundle
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
@@ -302,7 +302,7 @@ def test_a_page_of_another_site_learns_nothing_and_changes_nothing(
         assert server.metric('vitx_rejections_total{reason="origin"}') == 5
         assert server.metric("vitx_images_total") == 0
         browser.run(f"document.querySelector('iframe').src = {json.dumps(url + '/')}")
-        end = time.monotonic() + 20
+        end = time.monotonic() + HANG
         while not any("frame-ancestors" in complaint for complaint in browser.complaints):
             assert time.monotonic() < end, browser.complaints
             browser.run("new Promise((done) => setTimeout(done, 10))")

@@ -31,6 +31,7 @@ from server_process import (
     INFER_BODY,
     ServerProcess,
     end_under_load,
+    free_port,
     http_client,
     run_serve,
     running_server,
@@ -77,10 +78,8 @@ def cluster(ray_cluster: str) -> Iterator[str]:
     """The address of a cluster on which Ray Serve runs, to which this process is connected as well."""
     with warnings.catch_warnings(), joined(ray_cluster, log_to_driver=False):
         warnings.simplefilter("ignore")
-        with claim_port("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
         # One proxy: the nodes share the machine's ports.
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port()})
         yield ray_cluster
         serve.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates it not
 
@@ -143,11 +142,11 @@ def test_a_killed_replica_is_replaced_and_requests_go_on(server: ServerProcess) 
     before = processes(REPLICA)
     assert len(before) == 2
     os.kill(before[0], signal.SIGKILL)
-    wait_until(lambda: ask() == "200")  # the first one may still be sent to the dead
-    replaced = False
+    outcomes, replaced = list[str](), False
     while not replaced:
-        assert [ask() for _ in range(20)] == ["200"] * 20
+        outcomes += [ask() for _ in range(20)]
         replaced = len(processes(REPLICA)) == 2
+    assert sum(outcome != "200" for outcome in outcomes) <= 1, outcomes  # the one that shows the proxy who is dead
     states = serve.status().applications["vitx"].deployments["Replica"].replica_states
     wait_until(lambda: serve.status().applications["vitx"].deployments["Replica"].replica_states == {"RUNNING": 2})
     assert len(set(processes(REPLICA)) - set(before)) == 1, states
@@ -158,7 +157,7 @@ def test_one_application_a_cluster_and_its_end(server: ServerProcess) -> None:
         _start_proxies(ServeOptions())
     assert server.stop() == 0
     assert serve.status().applications == {}
-    assert processes(REPLICA) == []
+    wait_until(lambda: not processes(REPLICA))
 
 
 def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from server_process import HANG
 from training_jobs import TINY, context, hold_run, recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
@@ -18,14 +19,14 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, i
     here, there = context().Pipe()
     holder = context().Process(target=hold_run, args=(run, there))
     holder.start()
-    assert here.poll(30), "the holder has not begun"
+    assert here.poll(HANG), "the holder has not begun"
     with pytest.raises(InputError, match=r"another process trains into '.*run': wait for its end, or stop it"):
         train_one(recipe, run, {}, resume=True)
     killer = threading.Timer(0.5, holder.kill)
-    killer.start()
     start = time.monotonic()
+    killer.start()
     with RunLock(RunFolder(run)) as lock:
-        lock.acquire(timeout=30)
+        lock.acquire(timeout=HANG)
         assert time.monotonic() - start > 0.3
     killer.join()
     holder.join()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from server_process import free_port
 from training_jobs import (
     TINY,
-    free_port,
     losses_of_ten_steps,
     metrics_of,
     recipe_of,

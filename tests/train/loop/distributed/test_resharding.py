@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from server_process import free_port
 from training_jobs import (
     TINY,
     die_at,
     exit_codes,
-    free_port,
     metrics_of,
     recipe_of,
     refused_among_others,
