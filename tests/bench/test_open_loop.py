@@ -1,5 +1,6 @@
 """Open loop, scenarios and tuning: arrivals, where a latency begins, bisection, the choice of a setting."""
 
+import asyncio
 import math
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 from bundle_fixture import Float32Array
 from vitx.bench import autotune
 from vitx.bench.autotune import best_setting, core_splits, tune
-from vitx.bench.open_loop import OpenLoopRun, poisson_arrivals, run_open_loop
+from vitx.bench.open_loop import OpenLoopRun, _OpenLoop, poisson_arrivals, run_open_loop
 from vitx.bench.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
 from vitx.bench.timing import percentiles
 from vitx.core.bundle import Bundle
@@ -21,6 +22,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import SessionPool, load_instances
 from vitx.runtimes.session import Session
+from vitx.serve.batching.batcher import Batcher
 from vitx.serve.options import ServeOptions
 
 IMAGES = np.zeros((8, 16, 16, 3), dtype=np.uint8)
@@ -85,17 +87,22 @@ def test_latency_counts_from_the_schedule_through_a_stall() -> None:
         assert latency >= 0.2 - 0.01 * index - 1e-3
 
 
-def test_refused_requests_are_counted() -> None:
+def test_refused_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
+    send, sent = _OpenLoop._send, list[int]()
+
+    def noted(self: _OpenLoop, batcher: Batcher, index: int, due: float) -> None:
+        send(self, batcher, index, due)
+        sent.append(index)
+        if len(sent) == 8:  # each of them has asked, in a task that runs before this call
+            asyncio.get_running_loop().call_soon(release.set)
 
     def held(images: UInt8Array) -> Float32Array:
-        release.wait(10)
+        assert release.wait(20)
         return answer(images)
 
-    timer = threading.Timer(0.3, release.set)
-    timer.start()
+    monkeypatch.setattr(_OpenLoop, "_send", noted)
     result = run_open_loop(held, IMAGES, [0.0] * 8, ServeOptions(max_batch=1, queue=2).batching)
-    timer.join()
     assert result.refused + len(result.latencies) == 8
     assert result.refused >= 4
     assert result.percentile(0.99) == math.inf

@@ -60,11 +60,15 @@ def test_the_batcher_answers_all_of_a_batch_before_the_first_is_written() -> Non
 
 def test_large_bodies_are_read_one_at_a_time_and_small_ones_beside_them() -> None:
     """With as many threads as an executor has, six readers held up the event loop six times as long as one."""
-    let_go, begun = threading.Event(), list[int]()
+    let_go, first, begun = threading.Event(), threading.Event(), list[int]()
 
     def read(number: int) -> int:
         begun.append(number)
-        assert number == 3 or let_go.wait(10)
+        if number == 3:
+            assert first.wait(20)
+        else:
+            first.set()
+            assert let_go.wait(20)
         return number
 
     async def test() -> list[int]:

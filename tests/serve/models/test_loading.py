@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from bundle_fixture import LABELS, NumpySession, write_bundle
+from server_process import HANG
+from virtual_time import run_virtually
 from vitx.core.bundle import Bundle, OutputSpec, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.latency import Latency, Setting, Tuning
@@ -156,7 +158,7 @@ def test_a_bundle_that_is_replaced_while_the_server_starts_is_loaded_by_its_watc
         models.switch(ServedModel(loader.warm(offer), metrics), 0)
         (path / "manifest.json").touch()
         watching = asyncio.create_task(repository.watch(0.01))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG):
             while not metrics.loads.labels("tiny", "1", "loaded")._value.get():
                 await asyncio.sleep(0.01)
         watching.cancel()
@@ -236,7 +238,7 @@ def test_a_drain_waits_for_requests_that_began_before_a_model_was_switched(tiny_
         await asyncio.sleep(0)
         assert not idle.done()
         begun.leave()
-        await asyncio.wait_for(idle, 20)
+        await asyncio.wait_for(idle, HANG)
         assert models.active == 0
         await models.close()
 
@@ -278,7 +280,7 @@ def test_of_many_reloads_of_all_each_model_waits_for_one() -> None:
         await asyncio.gather(*first, *(repository.load_all() for _ in range(50)))
         await repository.load_all()
 
-    asyncio.run(test())
+    run_virtually(test)
     assert loaded == ["a", "a", "b", "a", "b"]
 
 

@@ -77,15 +77,17 @@ def test_the_model_that_was_chosen_last_is_shown_whichever_answer_comes_last(pag
         """(() => {
           const real = fetch;
           window.fetch = async (path, options) => {
-            if (path === 'v2/models/other') await new Promise((done) => setTimeout(done, 700));
-            return real(path, options);
+            const late = path === 'v2/models/other';
+            if (late) await new Promise((done) => setTimeout(done, 700));
+            const reply = await real(path, options);
+            if (late) setTimeout(() => window.shown = true, 300);
+            return reply;
           };
         })()"""
     )
     page.run(CHOOSE.format("other"))
     page.run(CHOOSE.format("tiny"))
-    page.run("new Promise((done) => setTimeout(done, 1000))")
-    assert page.run(TEXT.format("model-name")) == "tiny"
+    page.wait(f"window.shown && {TEXT.format('model-name')} === 'tiny'")
     assert "model=tiny'" in page.run(TEXT.format("curl"))
     give(page, "drop", png(colour_image(3, np.random.default_rng(3))))
     page.wait("document.querySelectorAll('.predictions li').length === 4")
@@ -111,7 +113,7 @@ def test_a_webp_that_the_browser_may_show_turned_has_no_map(page: Browser, tmp_p
         give(page, "drop", (tmp_path / name).read_bytes(), name=name, kind="image/webp")
         page.wait(f"{TEXT.format('status')} !== ''")
         page.run("new Promise((done) => setTimeout(done, 200))")
-        assert page.run("document.querySelectorAll('.preview canvas').length") == maps
+        page.wait(f"document.querySelectorAll('.preview canvas').length === {maps}")
 
 
 def test_a_file_that_went_and_the_same_one_chosen_again(page: Browser, tmp_path: Path) -> None:
