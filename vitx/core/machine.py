@@ -149,9 +149,12 @@ def _cpu_limits(system: Path = Path("/")) -> Iterator[float]:
         root, names = ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")) if controllers else ("", ("cpu.max",))
         for place in (Path(group), *Path(group).parents):
             files = [system / "sys/fs/cgroup" / root / place.relative_to("/") / name for name in names]
-            quota, period = " ".join(file.read_text() for file in files).split() if files[0].is_file() else ("max", "")
-            if quota not in ("max", "-1"):
-                yield int(quota) / int(period)
+            try:
+                quota, period = map(int, " ".join(file.read_text() for file in files).split())
+            except (OSError, ValueError):  # there is none, it may not be read, or it is "max"
+                continue
+            if quota > 0:
+                yield quota / period
 
 
 def threads_here(given: int | None) -> int | None:
