@@ -49,7 +49,7 @@ def functions_in(tree: ast.AST) -> list[Calls]:
 
 @cache
 def support_functions() -> list[Calls]:
-    files = sorted((TESTS / "support").glob("*.py"))
+    files = [file for file in sorted(TESTS.rglob("*.py")) if not file.name.startswith("test_")]
     return [function for file in files for function in functions_in(ast.parse(file.read_text(encoding="utf-8")))]
 
 

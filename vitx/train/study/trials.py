@@ -148,8 +148,9 @@ class Runner:
         return verb_command(*words)  # which saves and ends when the study is killed: no run goes on unseen
 
     def _environment(self) -> Mapping[str, str]:
-        """The environment of a run's process: one thread if there are several jobs."""
-        return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.jobs > 1 else os.environ
+        """The environment of a run's process: one thread where there are several jobs; errors come last in its log."""
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.jobs > 1 else {}
+        return {**os.environ, "PYTHONUNBUFFERED": "1", **threads}
 
     def _stop(self) -> None:
         with self._lock:
