@@ -258,8 +258,9 @@ def state(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return saved
 
 
-def test_what_a_checkpoint_holds(state: list[Any]) -> None:
-    trainer = bare("seed=7", "selection.metric=nll", "keep_every=5", history=[ROW], batches_done=3)
+def test_what_a_checkpoint_holds(state: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 12.5))
+    trainer = bare("seed=7", "selection.metric=nll", "keep_every=5", history=[ROW], batches_done=3, started=10.0)
     trainer.log.add(0, {"total": torch.tensor(2.0)}, torch.tensor(1.0))
     tensors = CheckpointTensors({"of": trainer.model}, {"of": trainer.ema.module}, {"o": 1})  # type: ignore[dict-item]
     trainer._save()
@@ -274,7 +275,7 @@ def test_what_a_checkpoint_holds(state: list[Any]) -> None:
             "save_within_epoch",
             [
                 *(trainer.run, tensors, [ROW], 4 + 3, {"seed": 7, "next_epoch": 2, "next_batch": 3}),
-                {"optimizer": {"n": 2}, "batches": 3, "losses": [{"total": 2.0}]},
+                {"optimizer": {"n": 2}, "batches": 3, "losses": [{"total": 2.0}], "seconds": 2.5},
             ],
             {"metric": "nll", "keep_every": 5},
         ),
@@ -298,15 +299,15 @@ def test_what_a_checkpoint_holds(state: list[Any]) -> None:
 @pytest.mark.parametrize("batches", [0, 3])
 def test_the_progress_of_an_epoch_comes_back(batches: int) -> None:
     trainer = bare()
-    saved = {"batches": batches, "losses": [{"total": 2.5}]} if batches else {}
+    saved = {"batches": batches, "losses": [{"total": 2.5}], "seconds": 1.5} if batches else {}
     trainer._restore_epoch_progress(SimpleNamespace(trainer=saved))
-    assert trainer.batches_done == batches
+    assert (trainer.batches_done, trainer.seconds_before) == (batches, 1.5 if batches else 0)
     assert trainer.log.totals() == ({"total": 2.5} if batches else {})
     assert len(trainer.log.checked_totals) == 4
     second = bare(processes=Processes(1, 2))
-    both = {"batches": 1, "losses": [{"total": 2.5}, {"total": 4.5}]}
+    both = {"batches": 1, "losses": [{"total": 2.5}, {"total": 4.5}]}  # of an older version, without seconds
     second._restore_epoch_progress(SimpleNamespace(trainer=both))
-    assert second.log.totals() == {"total": 4.5}
+    assert (second.log.totals(), second.seconds_before) == ({"total": 4.5}, 0)
 
 
 @pytest.mark.parametrize(("loaded", "batches"), [(False, 0), (True, 0), (True, 2)])
@@ -425,7 +426,7 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.34567])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(module, "measure_batch_norm", lambda *given: asked.append(given))
-    trainer = bare("batch_size=6", val_images="images")
+    trainer = bare("batch_size=6", val_images="images", seconds_before=60.0)  # a resumed epoch
 
     def evaluated(*given: Any, **named: Any) -> Evaluation:
         asked.append((given, named))
@@ -439,7 +440,7 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
         "step": 12,
         "lr": 0.5,
         "losses": {"total": 3.0},
-        "seconds": 2.346,
+        "seconds": 62.346,
         "top1": 0.5,
         "top5": 0.75,
         "nll": 1.25,
@@ -449,6 +450,7 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
         "attention_std": [0.2],
         "raw": {"top1": 0.25, "top5": 0.375, "nll": 2.0, "ece": 0.5, "brier": 0.75},
     }
+    assert trainer.seconds_before == 0, "the next epoch begins anew"
     network = trainer.ema.module
     assert asked == [
         ([network], "calibration"),

@@ -145,6 +145,7 @@ class Trainer:
     """
 
     step_log: StepLog | None = None  # of the process that writes, while the run trains
+    started = seconds_before = 0.0  # when the epoch under way began, and what it had taken when it was saved
 
     def __init__(
         self,
@@ -281,8 +282,8 @@ class Trainer:
                 switch_links(self.run, state, self.recipe.keep_every)
 
     def _restore_epoch_progress(self, state: CheckpointState) -> None:
-        """Restore how many batches of the epoch under way are done, and the sums of their losses."""
-        self.batches_done = state.trainer.get("batches", 0)
+        """Restore how many batches of the epoch under way are done, their seconds, and the sums of their losses."""
+        self.batches_done, self.seconds_before = (state.trainer.get(name, 0) for name in ("batches", "seconds"))
         sums = state.trainer["losses"] if self.batches_done else [{}]
         own_sums = resumed_sums(self.processes.rank, self.processes.count, sums)
         self.log = EpochLog(self.data.steps, self.device, own_sums)
@@ -345,7 +346,7 @@ class Trainer:
 
     def _epoch(self, epoch: int, request: StopRequest) -> Metrics:
         """Train one epoch and evaluate the averaged weights, and the trained ones; return its line of metrics.jsonl."""
-        started = time.perf_counter()
+        self.started, self.seconds_before = time.perf_counter() - self.seconds_before, 0.0
         self._enter_stage(epoch)
         losses = self._optimize(epoch, request)
         with unsharded(self.ema.module):
@@ -366,7 +367,7 @@ class Trainer:
             "losses": losses,
             **asdict(values),
             "raw": {name: getattr(raw, name) for name in ("top1", "top5", "nll", "ece", "brier")},
-            "seconds": round(time.perf_counter() - started, 3),
+            "seconds": round(time.perf_counter() - self.started, 3),
         }
 
     def _evaluate(self, model: nn.Module) -> Evaluation:
@@ -473,6 +474,7 @@ class Trainer:
         self._check_finite(epoch)
         tensors, trainer = self._state()
         trainer |= {"batches": self.batches_done, "losses": self.processes.gather(self.log.totals())}
+        trainer["seconds"] = time.perf_counter() - self.started
         if self.processes.writes:
             step = (epoch - 1) * self.data.steps + self.batches_done
             rng = {"seed": self.recipe.seed, "next_epoch": epoch, "next_batch": self.batches_done}
