@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,12 +106,21 @@ def test_the_map_follows_the_image_when_the_window_changes(page: Browser) -> Non
     assert over == pytest.approx([left + (width - side) / 2, top + (height - side) / 2, side, side], abs=1.5)
 
 
-def test_a_webp_that_the_browser_may_show_turned_has_no_map(page: Browser, tmp_path: Path) -> None:
+XMP = (
+    b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+    b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="%d"/></rdf:RDF></x:xmpmeta>'
+)
+
+
+def test_an_image_that_the_browser_may_show_turned_has_no_map(page: Browser, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    for name, found, maps in (("plain.webp", b"", 1), ("turned.webp", exif.tobytes(), 0)):
-        Image.new("RGB", (80, 40), "red").save(tmp_path / name, exif=found)
-        give(page, "drop", (tmp_path / name).read_bytes(), name=name, kind="image/webp")
+    turned = {"exif": exif.tobytes()}
+    cases: list[tuple[str, dict[str, Any], int]] = [("webp", {}, 1), ("webp", turned, 0), ("jpeg", turned, 1)]
+    cases += [(kind, {"xmp": XMP % way}, int(way == 1)) for kind in ("webp", "jpeg") for way in (1, 6)]
+    for kind, found, maps in cases:
+        Image.new("RGB", (80, 40), "red").save(tmp_path / f"red.{kind}", **found)
+        give(page, "drop", (tmp_path / f"red.{kind}").read_bytes(), name=f"red.{kind}", kind=f"image/{kind}")
         page.wait(f"{TEXT.format('status')} !== ''")
         page.run("new Promise((done) => setTimeout(done, 200))")
         page.wait(f"document.querySelectorAll('.preview canvas').length === {maps}")
@@ -217,3 +227,27 @@ def test_a_long_name_of_a_model_fits_a_narrow_screen(browser: Browser, folder: P
             browser.wait("document.querySelector('#model option, details') !== null")
             browser.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
             assert browser.run("document.documentElement.scrollWidth") <= 320
+
+
+def test_a_long_class_and_a_long_fault_fit_a_narrow_screen(page: Browser) -> None:
+    """The class is a folder's name of iNaturalist 2021; the fault, what a runtime may say."""
+    label = "00000_Animalia_Annelida_Clitellata_Haplotaxida_Lumbricidae_Lumbricus_terrestris"
+    fault = "the canary batch failed: [ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned by a node"
+    page.run(
+        f"""(() => {{
+          const real = fetch;
+          window.fetch = async (path, options) => {{
+            const reply = await real(path, options), answer = await reply.json();
+            if (answer.vitx) answer.vitx.fault = {json.dumps(fault)};
+            for (const one of answer.predictions ?? []) one.label = {json.dumps(label)};
+            return Response.json(answer);
+          }};
+        }})()"""
+    )
+    page.call("Emulation.setDeviceMetricsOverride", width=320, height=844, deviceScaleFactor=1, mobile=False)
+    page.run(CHOOSE.format("tiny"))
+    page.wait(f"{TEXT.format('verdict')} === {json.dumps(fault)}")
+    assert page.run("document.documentElement.scrollWidth") <= 320
+    give(page, "drop", png(colour_image(3, np.random.default_rng(3))))
+    page.wait(f"{TEXT.format('status')}.startsWith('00000_')")
+    assert page.run("document.documentElement.scrollWidth") <= 320

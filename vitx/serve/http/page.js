@@ -1,5 +1,6 @@
 "use strict";
 const POLL_MS = 1000, POINTS = 120, CARD_EVERY = 10;  // polls between two looks at the model's card
+const MOST_BYTES = 2 ** 26;  // of an image that the server takes by default
 const MOST_IMAGES = 32, AT_ONCE = 4;  // a browser opens six connections to a server; the statistics need one
 
 const $ = (id) => document.getElementById(id);
@@ -122,10 +123,11 @@ function refusal(text) {
   return said;
 }
 
-/** Whether the browser may show an image in another orientation than the model gets: of WebP it ignores the EXIF. */
+/** Whether the browser may show an image in another orientation than the model gets: it ignores a WebP's EXIF, and XMP. */
 async function mayBeTurned(file) {
-  const head = new Uint8Array(await file.slice(0, 21).arrayBuffer());
-  return String.fromCharCode(...head.slice(8, 16)) === "WEBPVP8X" && Boolean(head[20] & 8);
+  const text = new TextDecoder("latin1").decode(await file.slice(0, MOST_BYTES).arrayBuffer());
+  const inWebp = text.slice(8, 16) === "WEBPVP8X" && Boolean(text.charCodeAt(20) & 8);
+  return inWebp || /tiff:Orientation(="|>)[2-8]/.test(text);
 }
 
 /** Fill the row of an image; its best class as text, or undefined where there is none. */
