@@ -76,7 +76,7 @@ def test_openvino_computes_in_float32_unless_bfloat16_is_asked_for(
     monkeypatch.setattr("vitx.core.machine.usable_cores", lambda: os.cpu_count())
     plain, three = OpenVinoSession(bundle), OpenVinoSession(bundle, threads=3)
     low = OpenVinoSession(bundle, threads=1, bf16=True)
-    path, hint = str(bundle.path / IR), {"PERFORMANCE_HINT": "LATENCY"}
+    path, hint = str(bundle.path / IR), {"PERFORMANCE_HINT": "LATENCY", "ENABLE_MMAP": False}
     unbound = {"ENABLE_CPU_PINNING": False}
     assert core.compiled == [
         (path, "CPU", {"INFERENCE_PRECISION_HINT": "f32", **hint}),

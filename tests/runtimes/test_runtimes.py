@@ -269,6 +269,21 @@ def test_instances_in_openvino_have_a_session_each(bundle_with_ir: Bundle) -> No
         assert "sessions" not in served.describe()
 
 
+def test_a_session_does_not_depend_on_its_files_any_more(tmp_path: Path, bundle_with_ir: Bundle) -> None:
+    """They may be overwritten in place, as `cp` and `rsync --inplace` do it, under a server that has verified them."""
+    bundle = Bundle.open(shutil.copytree(bundle_with_ir.path, tmp_path / "tiny.vitx"))
+    images = np.full((2, IMAGE_SIZE, IMAGE_SIZE, 3), 7, np.uint8)
+    loaded = [load_session(bundle, name, device="cpu", threads=1) for name in ("openvino", "onnxruntime-cpu")]
+    expected = [session.infer(images) for session in loaded]
+    for file in filter(Path.is_file, bundle.path.rglob("*")):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    for session, logits in zip(loaded, expected, strict=True):
+        np.testing.assert_array_equal(session.infer(images), logits)
+    if sys.platform == "linux":
+        assert str(bundle.path) not in Path("/proc/self/maps").read_text()  # what is cut ends the process
+
+
 def test_ir_equals_the_graph_in_onnx_runtime(bundle_with_ir: Bundle, colours: ImageSet) -> None:
     images = next(colours.batches(PREPROCESSING, 64))
     expected = load_session(bundle_with_ir, "onnxruntime-cpu", threads=1).infer(images)

@@ -55,6 +55,8 @@ class OpenVinoSession(Session):
         # By default OpenVINO multiplies in bf16 where the CPU can; a bundle's precision is that of its graph.
         hint = "bf16" if bf16 else "f32"
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
+        # A mapped file that is then written to gives other weights than were verified; one that is cut, SIGBUS.
+        options["ENABLE_MMAP"] = False
         if (threads := threads_here(threads)) is not None:
             # Pinned, each session of n threads takes the first n cores, and two of them share those.
             options |= {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
