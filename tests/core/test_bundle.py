@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -58,6 +60,33 @@ def test_a_graph_with_weights_in_another_file_is_refused(bundle: Bundle) -> None
     write_json(bundle.path / "manifest.json", bundle.manifest.model_copy(update={"files": files}))
     with pytest.raises(InputError, match=r"model\.onnx has external data: expected a graph with its weights in it"):
         Bundle.open(bundle.path)
+
+
+@pytest.mark.parametrize("where", [2**20 - 12, 2**20 - 4, 2**20, 2**21 - 1])
+def test_the_name_of_another_file_is_found_where_it_lies_in_two_blocks(bundle: Bundle, where: int) -> None:
+    graph = bytearray(3 * 2**20)
+    graph[where : where + 9] = b"\x08location"
+    with pytest.raises(InputError, match="has external data"):
+        Bundle.open(add_files(bundle, {"embedding.onnx": bytes(graph)}).path)
+
+
+def test_a_graph_that_is_cut_while_it_is_read_does_not_end_the_process(bundle: Bundle) -> None:
+    """As `cp` does with the file that it overwrites, perhaps while a server loads the bundle again."""
+    graph = onnx.load(bundle.model_path)
+    graph.doc_string = "its location"
+    bundle = add_files(bundle, {MODEL: graph.SerializeToString()})
+    program = """
+import os, sys
+from types import SimpleNamespace
+from vitx.core import bundle
+search = bundle._EXTERNAL.search
+def cut(content):
+    os.truncate(os.path.join(sys.argv[1], bundle.MODEL), 0)
+    return search(content)
+bundle._EXTERNAL = SimpleNamespace(search=cut)
+bundle.Bundle.open(sys.argv[1])
+"""
+    assert subprocess.run([sys.executable, "-c", program, bundle.path], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("size", [-5, 7, "12", 1e3, 2**63])
