@@ -88,14 +88,26 @@ def reparameterize(classifier: ImageClassifier) -> int:
     """13. Parallel layers with their norms as one, where the network can make it: `Σ_i s_i⊙(W_i x) + t_i`.
 
     RepVGG's blocks (arXiv 2101.03697, §3.3), and those of timm's networks that know how to merge theirs: MobileOne,
-    FastViT, RepViT, LeViT and others. Returns how many modules.
+    FastViT, RepViT, LeViT and others. Returns how many modules. A network that was built merged (inference_mode=True)
+    stays as it is, and so does one with a hook or a layer of another library in a module that would be merged.
     """
     known = ("fuse", "reparameterize", "switch_to_deploy")
-    modules = [module for module in classifier.model.modules() if any(hasattr(module, name) for name in known)]
-    if not modules or not all(type(module).__module__.startswith("timm.") for module in (classifier.model, *modules)):
+    _, *below = classifier.model.modules()
+    modules = [module for module in below if any(hasattr(module, name) for name in known)]
+    parts = [part for module in modules for part in module.modules()]
+    # timm takes the weights as they are, and some modules of FastViT cannot be asked twice.
+    merged = any(getattr(part, "reparam_conv", None) is not None for part in parts)
+    of_timm = all(type(module).__module__.startswith("timm.") for module in (classifier.model, *modules))
+    known_parts = all(type(part).__module__.startswith(("timm.", "torch.nn.modules.")) for part in parts)
+    if not modules or merged or not of_timm or not known_parts or not all(is_plain(part, type(part)) for part in parts):
         return 0
-    reparameterize_model(classifier.model, inplace=True)
-    classifier.to(classifier.mean)  # of some the new layers are float32, on the CPU
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(classifier.mean.dtype)  # some make their new layers of no other, on the CPU
+    try:
+        reparameterize_model(classifier.model, inplace=True)
+    finally:
+        torch.set_default_dtype(default)
+    classifier.to(classifier.mean.device)
     return len(modules)
 
 
