@@ -147,7 +147,7 @@ def _hub_answers() -> bool:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint file by name; wrappers (`model`, `state_dict`, `module.`) are taken off.
+    """Return the tensors of a checkpoint file by name, without wrappers (`model`, `state_dict`, `module.`, …).
 
     Raises InputError when the file is missing, is no checkpoint, or holds code instead of tensors.
     """
@@ -185,8 +185,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _unwrapped(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
-    """Without what PyTorch's data parallelism puts before every name."""
-    return {str(key).removeprefix("module."): value for key, value in tensors.items()}
+    """Without what PyTorch's data parallelism and torch.compile put before every name, in either order."""
+    keys = {key: str(key).removeprefix("_orig_mod.").removeprefix("module.") for key in tensors}
+    return {keys[key].removeprefix("_orig_mod."): value for key, value in tensors.items()}
 
 
 def _is_plain(value: object) -> bool:
