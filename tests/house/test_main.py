@@ -202,6 +202,7 @@ def test_standard_output_that_takes_nothing_is_named(full: bool, code: int, said
     assert (ran.returncode, ran.stderr) == (code, said)
 
 
+@pytest.mark.parametrize("names", [("there/file",), ("read/file", None, "there/file")], ids=["one", "copied"])
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
@@ -215,10 +216,15 @@ def test_standard_output_that_takes_nothing_is_named(full: bool, code: int, said
     ],
 )
 def test_an_error_of_the_system_about_a_file_is_one_line(
-    number: int, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int,
+    code: int,
+    said: str,
+    names: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def app() -> None:
-        raise OSError(number, os.strerror(number), "there/file")
+        raise OSError(number, os.strerror(number), *names)
 
     monkeypatch.setattr(vitx.cli, "app", app)
     before = signal.getsignal(signal.SIGTERM)

@@ -230,7 +230,8 @@ def _told_of_system(error: OSError) -> int | None:
             return 1
         log(f"error: cannot write to standard output: {error.strerror}")
         return 3
-    where = f" '{error.filename}'" if error.filename else ""
+    name = error.filename2 or error.filename  # of a copy, what is written
+    where = f" '{name}'" if name else ""
     if error.errno in FULL_DISK:
         log(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged")
         return 3
