@@ -99,6 +99,7 @@ def _train(
     from vitx.train import train
     from vitx.train.loop.distributed.processes import is_first_process, launcher
     from vitx.train.loop.interruption import TrainingStopped
+    from vitx.train.progress import OUT_OF_PATIENCE
 
     prints = is_first_process()
     resuming = f"resume with `{shlex.join([*launcher(), *again])}`"
@@ -117,7 +118,7 @@ def _train(
     if result.resumed_from == done:
         log(f"'{folder}' has finished its {done} epochs: nothing is left to train", quiet=quiet)
     elif done < resolved.epochs:
-        log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
+        log(f"stopped after {done} of {resolved.epochs} epochs: {OUT_OF_PATIENCE}", quiet=quiet)
     metric = resolved.selection.metric
     print_result(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
     log_next("vitx", "report", folder, quiet=quiet)

@@ -8,6 +8,8 @@ from pydantic import Field
 from vitx.core.files import Record
 
 PROGRESS_FILE = "progress.json"
+# Why a run ended before its last epoch, although nothing stopped it.
+OUT_OF_PATIENCE = "none was better for selection.patience"
 
 
 class RunProgress(Record):

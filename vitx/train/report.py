@@ -23,6 +23,7 @@ from vitx.data.open import open_images
 from vitx.models import image_tensor, load_run_model
 from vitx.train.loop.checkpoint import Metrics, best_row, folder_name, is_finished, read_metrics
 from vitx.train.loop.environment import RunEnvironment
+from vitx.train.progress import OUT_OF_PATIENCE
 from vitx.train.recipes.recipe import Recipe, flat_settings, read_recipe
 from vitx.train.recipes.registry import RECIPES, get_recipe
 from vitx.train.report_figures import draw_confusion, draw_curves, draw_layers
@@ -96,7 +97,7 @@ def write_report(
 
 def _stopped(history: list[Metrics], recipe: Recipe) -> str:
     early = len(history) < recipe.epochs and is_finished(history, recipe.epochs, recipe.selection)
-    return ", none was better for selection.patience" if early else ""
+    return f", {OUT_OF_PATIENCE}" if early else ""
 
 
 def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:

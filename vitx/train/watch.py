@@ -11,7 +11,7 @@ from vitx.core.files import read_record
 from vitx.core.run import RunFolder
 from vitx.train.loop.run_lock import is_free
 from vitx.train.metrics_file import read_lines
-from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
+from vitx.train.progress import OUT_OF_PATIENCE, PROGRESS_FILE, RunProgress, duration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +26,7 @@ class RunState(NamedTuple):
     def fields(self) -> dict[str, str]:
         """What is shown, as text."""
         done, at = len(self.history), self.progress
-        early = ", none was better for selection.patience" if at.ended and at.step < at.steps else ""
+        early = f", {OUT_OF_PATIENCE}" if at.ended and at.step < at.steps else ""
         shown = {"epochs done": f"{done} of {at.epochs}{early}", "steps": f"{at.step} of {at.steps}"}
         if at.loss is not None and at.images_per_second is not None and at.seconds_left is not None:
             shown |= {"loss": f"{at.loss:.4f}", "images/s": f"{at.images_per_second:.0f}"}

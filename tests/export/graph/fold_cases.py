@@ -11,25 +11,8 @@ import onnx_ir as ir
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from vitx.export.graph.linear_folds import (
-    fold_norms_ahead,
-    fold_norms_back,
-    fold_scales,
-    join_added_constants,
-    linears_as_gemm,
-    split_joint_projections,
-)
-from vitx.export.graph.view_folds import (
-    drop_empty_pads,
-    drop_expands,
-    fix_reshape_targets,
-    merge_slices,
-    merge_transposes,
-    merge_views,
-    split_constants,
-    view_after_elementwise,
-    view_transposes,
-)
+from vitx.export.graph import linear_folds as linear
+from vitx.export.graph import view_folds as views
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(0)
@@ -92,7 +75,7 @@ def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
     """A graph in which the fold applies once."""
     sums = [node("Add", ["x", "a"], ["t"]), node("Add", ["t", "a"], ["y"])]
     twice = [node("Transpose", ["x"], ["t"]), node("Transpose", ["t"], ["u"]), node("Neg", ["u"], ["y"])]
-    views = [node("Reshape", ["x", "s"], ["t"]), node("Relu", ["t"], ["u"]), node("Reshape", ["u", "s"], ["y"])]
+    viewed = [node("Reshape", ["x", "s"], ["t"]), node("Relu", ["t"], ["u"]), node("Reshape", ["u", "s"], ["y"])]
     slices = [node("Slice", ["x", "o", "t", "o"], ["s"]), node("Slice", ["s", "o", "t", "t"], ["y"])]
     parts = [node("Split", ["a"], ["b", "c"], num_outputs=2), node("Sum", ["x", "b", "c"], ["y"])]
     shaped = [node("Shape", ["x"], ["s"]), node("Reshape", ["x", "s"], ["y"])]
@@ -100,23 +83,23 @@ def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
     turned = [*LINEAR, node("Transpose", ["l"], ["t"], perm=[0, 2, 1]), node("BatchNormalization", ["t", *NORM], ["y"])]
     pixels = [node("BatchNormalization", ["x", *NORM], ["n"]), node("Conv", ["n", "k"], ["y"])]
     largest = [node("ReduceMax", ["x", "o"], ["m"]), node("Expand", ["m", "s"], ["e"]), node("Div", ["x", "e"], ["y"])]
-    if fold is split_joint_projections:
+    if fold is linear.split_joint_projections:
         return joint(gathers)
     places: dict[Any, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
-        fold_scales: ([*LINEAR, node("Mul", ["l", "c"], ["y"])], {**WEIGHTS, "c": values(4)}),
-        linears_as_gemm: ([*LINEAR, node("Neg", ["l"], ["y"])], WEIGHTS),
-        join_added_constants: (sums, {"a": values(6)}),
-        fix_reshape_targets: (shaped, {}),
-        fold_norms_back: (turned, {**WEIGHTS, **norm_of(4)}),
-        fold_norms_ahead: (pixels, {**norm_of(5), "k": values(3, 5, 2)}),
-        drop_expands: (largest, {"o": [1], "s": [1, 5, 6]}),
-        drop_empty_pads: ([node("Pad", ["x", "p"], ["t"]), node("Neg", ["t"], ["y"])], {"p": [0] * 6}),
-        split_constants: (parts, {"a": values(2, 1, 1)}),
-        merge_transposes: (twice, {}),
-        view_transposes: ([node("Transpose", ["x"], ["y"], perm=[0, 1, 2])], {}),
-        merge_views: ([node("Reshape", ["x", "s"], ["t"]), node("Neg", ["t"], ["y"])], {"s": [-1, 5, 6]}),
-        view_after_elementwise: (views, {"s": [-1, 30]}),
-        merge_slices: (slices, {"o": [1], "t": [2]}),
+        linear.fold_scales: ([*LINEAR, node("Mul", ["l", "c"], ["y"])], {**WEIGHTS, "c": values(4)}),
+        linear.linears_as_gemm: ([*LINEAR, node("Neg", ["l"], ["y"])], WEIGHTS),
+        linear.join_added_constants: (sums, {"a": values(6)}),
+        views.fix_reshape_targets: (shaped, {}),
+        linear.fold_norms_back: (turned, {**WEIGHTS, **norm_of(4)}),
+        linear.fold_norms_ahead: (pixels, {**norm_of(5), "k": values(3, 5, 2)}),
+        views.drop_expands: (largest, {"o": [1], "s": [1, 5, 6]}),
+        views.drop_empty_pads: ([node("Pad", ["x", "p"], ["t"]), node("Neg", ["t"], ["y"])], {"p": [0] * 6}),
+        views.split_constants: (parts, {"a": values(2, 1, 1)}),
+        views.merge_transposes: (twice, {}),
+        views.view_transposes: ([node("Transpose", ["x"], ["y"], perm=[0, 1, 2])], {}),
+        views.merge_views: ([node("Reshape", ["x", "s"], ["t"]), node("Neg", ["t"], ["y"])], {"s": [-1, 5, 6]}),
+        views.view_after_elementwise: (viewed, {"s": [-1, 30]}),
+        views.merge_slices: (slices, {"o": [1], "t": [2]}),
     }
     nodes, constants = places[fold]
     return graph(["N", 5, 6], nodes, **constants)

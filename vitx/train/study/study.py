@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import InputError
 from vitx.core.files import check_folder, make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
@@ -126,9 +126,8 @@ class Study:
     def _scale(self) -> str:
         """What is trained here, to be read beside what the paper trained."""
         recipe, images = self.base, self.train_images
-        counted = ((recipe.epochs, "epoch"), (len(self.seeds), "seed"))
         arguments = "".join(f", {name}={value}" for name, value in recipe.model.kwargs.items())
-        epochs, seeds = (f"{count} {what}{'s' * (count > 1)}" for count, what in counted)
+        epochs, seeds = counted(recipe.epochs, "epoch"), counted(len(self.seeds), "seed")
         return (
             f"{recipe.model.name}{arguments}; {len(images)} images of {len(images.class_names)} classes, "
             f"{recipe.preprocessing.image_size} px, {epochs} at batch {recipe.batch_size}, {seeds}"
