@@ -87,6 +87,80 @@ def test_timms_deit_loads_into_ours(tmp_path: Path) -> None:
     torch.testing.assert_close(target(images), source(images))
 
 
+def as_transformers(model: nn.Module, family: str, *, release_5: bool) -> dict[str, torch.Tensor]:
+    """The same tensors as transformers 5.24 saves them for ViT, DeiT and DINOv2, or has them in memory."""
+    dinov2 = family == "dinov2"
+    names = {
+        "patch_embed.proj": "embeddings.patch_embeddings.projection",
+        "cls_token": "embeddings.cls_token",
+        "dist_token": "embeddings.distillation_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "norm": "layernorm",
+    }
+    state, renamed = dict(model.state_dict()), {}
+    for index in range(2):
+        block = f"layers.{index}" if release_5 and not dinov2 else f"encoder.layer.{index}"
+        for part in ("weight", "bias"):
+            qkv = state.pop(f"blocks.{index}.attn.qkv.{part}").chunk(3)
+            spelt = ("q_proj", "k_proj", "v_proj") if release_5 else ("query", "key", "value")
+            for name, tensor in zip(spelt, qkv, strict=True):
+                renamed[f"{family}.{block}.attention.{name if release_5 else f'attention.{name}'}.{part}"] = tensor
+        mlp = ("mlp.fc1", "mlp.fc2") if release_5 or dinov2 else ("intermediate.dense", "output.dense")
+        norms = ("norm1", "norm2") if dinov2 else ("layernorm_before", "layernorm_after")
+        theirs = (*mlp, *norms, "attention.o_proj" if release_5 else "attention.output.dense")
+        for ours, name in zip(("mlp.fc1", "mlp.fc2", "norm1", "norm2", "attn.proj"), theirs, strict=True):
+            names[f"blocks.{index}.{ours}"] = f"{block}.{name}"
+        names |= {f"blocks.{index}.ls{i}.gamma": f"{block}.layer_scale{i}.lambda1" for i in (1, 2)}
+    heads = {"head": "cls_classifier" if family == "deit" else "classifier", "head_dist": "distillation_classifier"}
+    for key, tensor in state.items():
+        module, dot, part = key.rpartition(".") if key.endswith((".weight", ".bias")) else (key, "", "")
+        renamed[(heads.get(module) or f"{family}.{names[module]}") + dot + part] = tensor
+    extra = {"dinov2": "embeddings.mask_token", "vit": "pooler.dense.weight"}
+    return renamed | ({f"{family}.{extra[family]}": torch.zeros(1, 24)} if family in extra else {})
+
+
+@pytest.mark.parametrize("release_5", [False, True])
+@pytest.mark.parametrize(
+    ("family", "name", "kwargs"),
+    [
+        ("vit", "vit_tiny_patch16_224", {}),
+        ("deit", "deit_tiny_distilled_patch16_224", {}),
+        ("dinov2", "vit_small_patch14_dinov2", {"patch_size": 16}),
+    ],
+)
+def test_the_tensors_of_transformers_load(
+    tmp_path: Path, family: str, name: str, kwargs: dict[str, Any], release_5: bool
+) -> None:
+    source, target = (network(name, img_size=32, depth=2, **kwargs) for _ in range(2))
+    randomize(source)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(as_transformers(source, family, release_5=release_5), file)
+    assert load_public_checkpoint(target, file).lines() == []
+    assert classes_in(file, name) == 5
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(target(images), source(images))
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "message"),
+    [
+        ("key.weight", None, r"another architecture: 1 entries differ, .*attn.qkv.weight' \(48×24 in the file, 72×24"),
+        ("key.weight", torch.zeros(24, 7), "queries, keys and values of .* do not fit together"),
+        ("key.bias", torch.tensor(1.0), "queries, keys and values of .* do not fit together"),
+    ],
+)
+def test_damaged_tensors_of_transformers_are_one_error(
+    tmp_path: Path, key: str, changed: torch.Tensor | None, message: str
+) -> None:
+    model = network("vit_tiny_patch16_224", img_size=32, depth=2)
+    tensors = as_transformers(model, "vit", release_5=False)
+    name = f"vit.encoder.layer.0.attention.attention.{key}"
+    tensors.pop(name)
+    torch.save(tensors if changed is None else {**tensors, name: changed}, tmp_path / "damaged.bin")
+    with pytest.raises(InputError, match=message):
+        load_public_checkpoint(model, tmp_path / "damaged.bin")
+
+
 def test_another_image_size_is_resized(tmp_path: Path) -> None:
     source, target = randomize(network()), network(img_size=64)
     torch.save(source.state_dict(), tmp_path / "checkpoint.pth")

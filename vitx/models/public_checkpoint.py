@@ -1,4 +1,4 @@
-"""Loading published checkpoints: DeepViT's, DeiT's and timm's own, whose tensors all have timm's names."""
+"""Loading published checkpoints: DeepViT's, DeiT's, timm's own, and the ViTs of transformers."""
 
 import pickle
 import struct
@@ -24,6 +24,7 @@ from vitx.core.files import write_bytes
 from vitx.core.run import ModelSpec
 from vitx.models.build import separate
 from vitx.models.recalibration import set_closed_form_means
+from vitx.models.transformers_names import with_timms_names
 
 # Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
 CLASSIFIERS = ("head", "patch_head", "head_dist")
@@ -147,7 +148,7 @@ def _hub_answers() -> bool:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint file by name, without wrappers (`model`, `state_dict`, `module.`, …).
+    """Return the tensors of a checkpoint file by timm's names, without wrappers (`model`, `state_dict`, `module.`, …).
 
     Raises InputError when the file is missing, is no checkpoint, or holds code instead of tensors.
     """
@@ -155,7 +156,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise InputError(f"no checkpoint at '{path}'")
     if path.suffix == ".safetensors":
         try:
-            return _unwrapped(load_file(path))
+            return _named(path, load_file(path))
         except SafetensorError as error:
             raise InputError(f"'{path}' is not a safetensors file: {error}") from None
     try:
@@ -181,13 +182,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             break
     if not isinstance(content, dict) or not content or not all(map(_is_plain, content.values())):
         raise InputError(f"'{path}' holds no dictionary of plain tensors, nor one under {', '.join(CONTAINERS)}")
-    return _unwrapped(content)
+    return _named(path, content)
 
 
-def _unwrapped(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+def _named(path: Path, tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
     """Without what PyTorch's data parallelism and torch.compile put before every name, in either order."""
     keys = {key: str(key).removeprefix("_orig_mod.").removeprefix("module.") for key in tensors}
-    return {keys[key].removeprefix("_orig_mod."): value for key, value in tensors.items()}
+    try:
+        return with_timms_names({keys[key].removeprefix("_orig_mod."): value for key, value in tensors.items()})
+    except RuntimeError as error:
+        raise InputError(f"queries, keys and values of '{path}' do not fit together: {first_line(error)}") from None
 
 
 def _is_plain(value: object) -> bool:
