@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import attention_std, image_tensor, token_similarity
 from vitx.train import resolve_recipe, train
-from vitx.train.loop import trainer
+from vitx.train.loop import evaluation, trainer
 from vitx.train.loop.evaluation import evaluate
 
 PREPROCESSING = Preprocessing(image_size=32)
@@ -61,6 +61,15 @@ def test_models_of_timm_are_probed_and_those_without_blocks_have_no_layers() -> 
     device = torch.device("cpu")
     assert len(evaluate(vit, digits(6), PREPROCESSING, 4, device).attention_std) == 2
     assert evaluate(resnet, digits(6), PREPROCESSING, 4, device).cos_sim == []
+
+
+def test_the_images_are_counted_while_they_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = MagicMock()
+    monkeypatch.setattr(evaluation, "progress", bar)
+    resnet = timm.create_model("resnet10t", num_classes=10)
+    evaluate(resnet, digits(6), PREPROCESSING, 4, torch.device("cpu"), quiet=False)
+    bar.assert_called_once_with("evaluation", 6, quiet=False)
+    assert bar.return_value.__enter__.return_value.update.call_args_list == [call(0), call(4)]
 
 
 @pytest.mark.parametrize(

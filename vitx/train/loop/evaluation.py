@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vitx.core.console import progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics
@@ -39,8 +40,9 @@ def evaluate(
     preprocessing: Preprocessing,
     batch_size: int,
     device: torch.device,
-    *,
     processes: Processes = ALONE,
+    *,
+    quiet: bool = True,
 ) -> Evaluation:
     """Evaluate in evaluation mode and float32; the network's mode and hooks are restored afterwards.
 
@@ -50,8 +52,11 @@ def evaluate(
     was_training = model.training
     model.eval()
     own_images = _images_of_process(images, processes)
-    with torch.inference_mode(), layer_metrics(model) as layers:
-        for inputs in Prefetcher(preprocessing, device).images(own_images.batches(preprocessing, batch_size)):
+    batches = Prefetcher(preprocessing, device).images(own_images.batches(preprocessing, batch_size))
+    shown = progress("evaluation", len(own_images), quiet=quiet)
+    with torch.inference_mode(), layer_metrics(model) as layers, shown as bar:
+        for number, inputs in enumerate(batches):
+            bar.update(number * batch_size)
             logits.append(model(inputs).float().cpu().numpy())  # (B, C)
     model.train(was_training)
     # Parts are contiguous and come by rank, so the logits (N, C) are in the order of `images.labels`.

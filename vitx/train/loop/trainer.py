@@ -371,9 +371,9 @@ class Trainer:
         }
 
     def _evaluate(self, model: nn.Module) -> Evaluation:
-        recipe = self.recipe
+        recipe, device = self.recipe, self.device
         return evaluate(
-            model, self.val_images, recipe.preprocessing, recipe.batch_size, self.device, processes=self.processes
+            model, self.val_images, recipe.preprocessing, recipe.batch_size, device, self.processes, quiet=self.quiet
         )
 
     def _enter_stage(self, epoch: int) -> None:
