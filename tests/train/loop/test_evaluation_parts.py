@@ -1,7 +1,9 @@
 """Several processes that evaluate parts of a set: what each looks at, and the metrics of the whole."""
 
+from contextlib import suppress
 from dataclasses import FrozenInstanceError
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 from vitx.train.loop.distributed.processes import ALONE, Processes
-from vitx.train.loop.evaluation import _images_of_process, _weighted_means, evaluate
+from vitx.train.loop.evaluation import EvaluationStopped, _images_of_process, _weighted_means, evaluate
 
 PREPROCESSING = Preprocessing(image_size=32)
 IMAGES = open_images("digits", "val").first(7)
@@ -53,6 +55,22 @@ def test_parts_of_a_set_have_the_metrics_of_the_whole() -> None:
     assert not model.training
     with pytest.raises(FrozenInstanceError):
         whole.top1 = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("count", "asked"), [(1, 2), (2, 1), (3, 0)])  # of parts of 7; 4 and 3; 3, 2 and 2 images
+def test_every_process_is_asked_to_stop_as_often(count: int, asked: int) -> None:
+    """Each asks the others, and waits for them."""
+    model = timm.create_model("resnet10t", num_classes=10)
+    for rank in range(count):
+        stop_asked = Mock(return_value=0)
+        with suppress(RuntimeError):  # what it gathers then
+            processes = Mock(spec=Processes(rank, count), rank=rank, count=count, gather=Mock(side_effect=RuntimeError))
+            processes.indices = Processes(rank, count).indices
+            evaluate(model, IMAGES, PREPROCESSING, 3, torch.device("cpu"), processes, stop_asked)
+        assert stop_asked.call_count == asked
+    if asked:
+        with pytest.raises(EvaluationStopped):
+            evaluate(model, IMAGES, PREPROCESSING, 3, torch.device("cpu"), stop_asked=lambda: 15)
 
 
 def test_each_process_reads_its_own_images() -> None:

@@ -1,5 +1,6 @@
 """A run that is killed, however often, ends in the same bits as one that was left alone."""
 
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,8 @@ from training_jobs import (
 )
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
+from vitx.train import train
+from vitx.train.loop import trainer
 from vitx.train.loop.checkpoint import (
     TENSOR_FILES,
     CheckpointTensors,
@@ -39,6 +42,8 @@ from vitx.train.loop.checkpoint import (
     save_epoch,
     switch_links,
 )
+from vitx.train.loop.evaluation import Evaluation, evaluate
+from vitx.train.loop.interruption import TrainingStopped
 
 
 def epochs_done(run: Path) -> int:
@@ -127,6 +132,32 @@ def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder
     os.killpg(process.pid, number)
     process.join(HANG)
     assert process.exitcode == number
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_signal_during_an_evaluation_loses_no_step_of_its_epoch(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """It takes minutes on many photographs, and what stops a process waits for seconds. Twice an epoch, two epochs."""
+    recipe = recipe_of(*TINY, "epochs=2", "batch_size=4", "workers=0").on_data(str(image_folder))
+    train(recipe, tmp_path / "alone", device="cpu", quiet=True)
+    calls = itertools.count(1)
+
+    def signalled(*given: Any, **named: Any) -> Evaluation:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*given, **named)
+
+    monkeypatch.setattr(trainer, "evaluate", signalled)
+    with pytest.raises(TrainingStopped, match="SIGTERM"):
+        train(recipe, tmp_path / "stopped", device="cpu", quiet=True)
+    assert newest_step(tmp_path / "stopped") == 18 // 4 * (1 if call < 3 else 2), "all steps of the epoch are saved"
+    monkeypatch.undo()
+    train(recipe, tmp_path / "stopped", resume=True, device="cpu", quiet=True)
+    for name in TENSOR_FILES:
+        one, other = (tmp_path / run / "checkpoints" / "last" / name for run in ("alone", "stopped"))
+        assert one.read_bytes() == other.read_bytes(), f"{name} differs"
+    assert metrics_of(tmp_path / "alone") == metrics_of(tmp_path / "stopped")
 
 
 def test_an_interrupt_says_how_to_resume(start_vitx: Callable[..., VitxProcess], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,7 +56,8 @@ def bare(*overrides: str, processes: Processes = ALONE, steps: int = 4, **attrib
         "model": model,
         "objective": model,
         "ema": SimpleNamespace(module=nn.Linear(2, 2), update=lambda *given, **named: None),
-        "data": SimpleNamespace(steps=steps, batch_size=5),
+        "data": SimpleNamespace(steps=steps, batch_size=5, calibration_batches=lambda preprocessing: ["some images"]),
+        "schedule": SimpleNamespace(step_update=lambda step: None),
         "log": EpochLog(steps, CPU),
         "stage": recipe_of(*overrides).stage(1),
         "run": SimpleNamespace(path="RUN"),
@@ -148,12 +148,9 @@ def test_an_epoch_takes_all_steps_and_means_their_losses() -> None:
     trainer.model.eval()
     steps = Steps(trainer)
     trainer.log.add(3, {"total": torch.tensor(100.0)}, torch.tensor(1.0))
-    old = trainer.log
     assert trainer._optimize(1, StopRequest()) == {"total": (100 + 2 + 3 + 4 + 5) / 4}
     assert steps.taken == [0, 1, 2, 3]
-    assert trainer.batches_done == 0
-    assert trainer.log is not old
-    assert (trainer.log.sums, len(trainer.log.checked_totals)) == ({}, 4)
+    assert trainer.batches_done == 4, "until the epoch is evaluated too"
     both = bare(processes=Two({"total": 6.0}))
     both._check_finite = lambda epoch: None
     both._stop_signal = lambda request: 0
@@ -426,15 +423,17 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.34567])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(module, "measure_batch_norm", lambda *given: asked.append(given))
-    trainer = bare("batch_size=6", val_images="images", seconds_before=60.0)  # a resumed epoch
+    monkeypatch.setattr(module, "Prefetcher", lambda *given: SimpleNamespace(images=lambda found: (given, found)))
+    trainer = bare("batch_size=6", val_images="images", seconds_before=60.0, batches_done=4)  # a resumed epoch
+    trainer.log.add(3, {"total": torch.tensor(100.0)}, torch.tensor(1.0))
 
     def evaluated(*given: Any, **named: Any) -> Evaluation:
-        asked.append((given, named))
+        *others, stop_asked = given
+        asked.append((*others, stop_asked(), named))
         return raw if given[0] is trainer.model else values
 
     monkeypatch.setattr(module, "evaluate", evaluated)
     trainer._optimize = lambda epoch, request: {"total": float(epoch)}
-    trainer._calibration_images = lambda: "calibration"
     assert trainer._epoch(3, StopRequest()) == {
         "epoch": 3,
         "step": 12,
@@ -450,12 +449,13 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
         "attention_std": [0.2],
         "raw": {"top1": 0.25, "top5": 0.375, "nll": 2.0, "ece": 0.5, "brier": 0.75},
     }
-    assert trainer.seconds_before == 0, "the next epoch begins anew"
+    assert trainer.seconds_before == trainer.batches_done == 0, "the next epoch begins anew"
+    assert (trainer.log.sums, len(trainer.log.checked_totals)) == ({}, 4)
     network = trainer.ema.module
     assert asked == [
-        ([network], "calibration"),
-        ((network, "images", trainer.recipe.preprocessing, 6, CPU), {"processes": ALONE}),
-        ((trainer.model, "images", trainer.recipe.preprocessing, 6, CPU), {"processes": ALONE}),
+        ([network], ((trainer.recipe.preprocessing, CPU), ["some images"])),
+        (network, "images", trainer.recipe.preprocessing, 6, CPU, ALONE, 0, {"quiet": True}),
+        (trainer.model, "images", trainer.recipe.preprocessing, 6, CPU, ALONE, 0, {"quiet": True}),
     ]
 
 
@@ -483,18 +483,3 @@ def test_batches_are_prepared_ahead_by_workers_alone(workers: int, ahead: bool) 
         ((3, workers), {"first": 2, "part": Processes(1, 2).batch_part}),
         (("batches",), {"ahead": ahead}),
     ]
-
-
-@pytest.mark.parametrize(("size", "taken"), [(5, 255), (256, 256), (300, 300)])
-def test_the_averaged_statistics_are_measured_on_the_same_images_each_time(
-    monkeypatch: pytest.MonkeyPatch, size: int, taken: int
-) -> None:
-    asked: list[Any] = []
-    chosen = SimpleNamespace(batches=lambda *given: asked.append(given) or "batches")  # type: ignore[func-returns-value]
-    images = SimpleNamespace(subset=lambda indices: asked.append(indices.tolist()) or chosen)  # type: ignore[func-returns-value]
-    monkeypatch.setattr(module, "Prefetcher", lambda *given: SimpleNamespace(images=lambda found: (given, found)))
-    data = SimpleNamespace(batch_size=size, shuffled=lambda epoch: np.arange(400) + 1000 * epoch)
-    trainer = bare(data=data, train_images=images)
-    preprocessing = trainer.recipe.preprocessing
-    assert trainer._calibration_images() == ((preprocessing, CPU), "batches")
-    assert asked == [list(range(taken)), (preprocessing, size)]

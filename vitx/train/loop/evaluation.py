@@ -1,6 +1,7 @@
 """Evaluation of a network on an image set: accuracy, likelihood, calibration, and how similar its tokens are."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +35,10 @@ class Evaluation:
     attention_std: list[float]
 
 
+class EvaluationStopped(Exception):
+    """An evaluation was asked to stop."""
+
+
 def evaluate(
     model: nn.Module,
     images: ImageSet,
@@ -41,12 +46,14 @@ def evaluate(
     batch_size: int,
     device: torch.device,
     processes: Processes = ALONE,
+    stop_asked: Callable[[], int] = int,
     *,
     quiet: bool = True,
 ) -> Evaluation:
     """Evaluate in evaluation mode and float32; the network's mode and hooks are restored afterwards.
 
-    Several processes evaluate disjoint parts of `images`, and all return the metrics of the whole set.
+    Several processes evaluate disjoint parts of `images`, and all return the metrics of the whole set. Before a batch
+    `stop_asked` is called, equally often in each of them; raises EvaluationStopped if it is not 0.
     """
     logits = []
     was_training = model.training
@@ -56,6 +63,8 @@ def evaluate(
     shown = progress("evaluation", len(own_images), quiet=quiet)
     with torch.inference_mode(), layer_metrics(model) as layers, shown as bar:
         for number, inputs in enumerate(batches):
+            if number < len(images) // processes.count // batch_size and stop_asked():
+                raise EvaluationStopped
             bar.update(number * batch_size)
             logits.append(model(inputs).float().cpu().numpy())  # (B, C)
     model.train(was_training)

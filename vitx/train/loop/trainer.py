@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import nn
 
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
@@ -42,7 +43,7 @@ from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
 from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
 from vitx.train.loop.environment import ENVIRONMENT_FILE, RunEnvironment
-from vitx.train.loop.evaluation import Evaluation, check_finite_evaluation, evaluate
+from vitx.train.loop.evaluation import Evaluation, EvaluationStopped, check_finite_evaluation, evaluate
 from vitx.train.loop.failures import explain_full_disk, explain_lost_process, save_failed_batch
 from vitx.train.loop.first_batch import FIRST_BATCH, first_batch
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
@@ -75,8 +76,6 @@ from vitx.train.losses.objective import check_even
 from vitx.train.recipes.optimization_settings import Stage
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
 
-# Training images from which the BatchNorm statistics of the averaged weights are measured (docs/training.md).
-CALIBRATION_IMAGES = 256
 # Steps between two checks that the losses are finite: each check waits for the device.
 STEPS_BETWEEN_CHECKS = 50
 # Steps after which several processes tell each other whether one of them got a signal to stop.
@@ -310,8 +309,7 @@ class Trainer:
                         write(self.history[-1])
                     log(describe_epoch(self.history[-1], self.recipe.epochs), quiet=self.quiet)
                     self._tell_of_epoch(after_epoch)
-                    signal = self._stop_signal(request)
-                    if signal and not self._finished():
+                    if (signal := self._stop_signal(request)) and not self._finished():
                         raise TrainingStopped(signal)
         return TrainingResult(self.run, self.history, done, len(self.val_images))
 
@@ -349,17 +347,8 @@ class Trainer:
         self.started, self.seconds_before = time.perf_counter() - self.seconds_before, 0.0
         self._enter_stage(epoch)
         losses = self._optimize(epoch, request)
-        with unsharded(self.ema.module):
-            # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
-            measured = measure_batch_norm([self.ema.module], self._calibration_images())
-            values = self._evaluate(self.ema.module)
-        check_finite_evaluation(epoch, values)
-        raw = values
-        # An average that keeps nothing is the trained weights, but for BatchNorm's statistics, measured for it alone.
-        if self.recipe.ema_decay or measured:
-            with unsharded(self.objective):  # it holds the groups of the network's parameters
-                raw = self._evaluate(self.model)
-            check_finite_evaluation(epoch, raw)
+        values, raw = self._evaluate_both(epoch, request)
+        self.batches_done, self.log = 0, EpochLog(self.data.steps, self.device)
         return {
             "epoch": epoch,
             "step": epoch * self.data.steps,
@@ -370,11 +359,31 @@ class Trainer:
             "seconds": round(time.perf_counter() - self.started, 3),
         }
 
-    def _evaluate(self, model: nn.Module) -> Evaluation:
-        recipe, device = self.recipe, self.device
-        return evaluate(
-            model, self.val_images, recipe.preprocessing, recipe.batch_size, device, self.processes, quiet=self.quiet
+    def _evaluate_both(self, epoch: int, request: StopRequest) -> tuple[Evaluation, Evaluation]:
+        """Evaluate the averaged weights and the trained ones; on a signal save the steps of `epoch` instead."""
+        preprocessing = self.recipe.preprocessing
+        some_images = Prefetcher(preprocessing, self.device).images(self.data.calibration_batches(preprocessing))
+        try:
+            with unsharded(self.ema.module):
+                # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
+                measured = measure_batch_norm([self.ema.module], some_images)
+                values = self._evaluate(self.ema.module, epoch, request)
+            # An average that keeps nothing is the trained weights, but for BatchNorm's statistics, its own.
+            if not (self.recipe.ema_decay or measured):
+                return values, values
+            with unsharded(self.objective):  # it holds the groups of the network's parameters
+                return values, self._evaluate(self.model, epoch, request)
+        except EvaluationStopped:
+            self._save_within_epoch(epoch)
+            raise TrainingStopped(self._stop_signal(request)) from None
+
+    def _evaluate(self, model: nn.Module, epoch: int, request: StopRequest) -> Evaluation:
+        asked, recipe, images = partial(self._stop_signal, request), self.recipe, self.val_images
+        values = evaluate(
+            model, images, recipe.preprocessing, recipe.batch_size, self.device, self.processes, asked, quiet=self.quiet
         )
+        check_finite_evaluation(epoch, values)
+        return values
 
     def _enter_stage(self, epoch: int) -> None:
         """Give `epoch` the schedule and drop path of its stage, and begin the optimizer anew where the recipe does."""
@@ -417,9 +426,8 @@ class Trainer:
                 if signal:
                     raise TrainingStopped(signal)
         self._check_finite(epoch)
-        means = mean_losses(self.processes.gather(self.log.totals()), steps)
-        self.batches_done, self.log = 0, EpochLog(steps, self.device)
-        return means
+        self.schedule.step_update(epoch * steps - 1)  # of an epoch that was stopped after its last step
+        return mean_losses(self.processes.gather(self.log.totals()), steps)
 
     def batches(self, epoch: int) -> Iterator[DeviceBatch]:
         """This process's part of each remaining batch of `epoch`, on the device."""
@@ -440,13 +448,6 @@ class Trainer:
         if self.step_log is not None:
             rate = max(group["lr"] for group in self.optimizer.param_groups)
             self.step_log(step, losses, rate, self.stepper.gradient_norm)
-
-    def _calibration_images(self) -> Iterator[Tensor]:
-        """Some training images, equal in every epoch and process, prepared as for evaluation: float32 (B, 3, S, S)."""
-        size = self.data.batch_size
-        chosen = self.data.shuffled(0)[: max(CALIBRATION_IMAGES, size)]
-        whole = self.train_images.subset(chosen[: len(chosen) // size * size])  # a batch counts, however small
-        return Prefetcher(self.recipe.preprocessing, self.device).images(whole.batches(self.recipe.preprocessing, size))
 
     def _check_finite(self, epoch: int) -> None:
         """Raise CheckFailed when a loss or gradient of the epoch so far was not finite; called before saving."""

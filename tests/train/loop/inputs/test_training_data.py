@@ -43,6 +43,15 @@ def picture(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([rows % 256, columns % 256, (rows + columns) % 256], axis=-1).astype(np.uint8))
 
 
+@pytest.mark.parametrize(("size", "taken"), [(5, 255), (256, 256), (300, 300)])
+def test_the_averaged_statistics_are_measured_on_the_same_images_each_time(size: int, taken: int) -> None:
+    whole = data(AFFINE, images=400, batch_size=size)
+    found = list(whole.calibration_batches(PREPROCESSING))
+    assert {len(batch) for batch in found} == {size}
+    expected = [PREPROCESSING.from_bytes(whole.images.read(index)) for index in whole.shuffled(0)[:taken]]
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on fewer cores
 @pytest.mark.parametrize("augmentation", [AFFINE, *TIMMS.values()], ids=["affine", *TIMMS])
 def test_batches_do_not_depend_on_workers(augmentation: Augmentation) -> None:

@@ -32,6 +32,8 @@ ORDER, SAMPLE, CUTMIX, WEIGHTS, NETWORK = range(5)
 
 _LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # over which a worker sends the memory of a batch
 BATCHES_AHEAD = 2  # that each worker prepares
+# From which the BatchNorm statistics of the averaged weights are measured (docs/training.md).
+CALIBRATION_IMAGES = 256
 
 
 def generator(seed: int, stream: int, *place: int) -> np.random.Generator:
@@ -125,6 +127,13 @@ class TrainingData:
     def shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         """A permutation of all images, int64 (N,)."""
         return generator(self.seed, ORDER, epoch).permutation(len(self.images))
+
+    def calibration_batches(self, preprocessing: Preprocessing) -> Iterator[UInt8Array]:
+        """Some images, equal in every epoch and process, prepared as for evaluation: uint8 (B, S, S, 3)."""
+        size = self.batch_size
+        chosen = self.shuffled(0)[: max(CALIBRATION_IMAGES, size)]
+        whole = self.images.subset(chosen[: len(chosen) // size * size])  # a batch counts, however small
+        return whole.batches(preprocessing, size)
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
         """The indices of the images of `epoch` in their order, int64 (N,); without repeats `shuffled`."""

