@@ -34,7 +34,7 @@ from vitx.data.open import open_images
 from vitx.models import image_tensor, load_public_checkpoint
 
 NETWORK, SIZE, PATCHES = "vit_small_patch14_dinov2", 224, (16, 16)
-PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8")
+PRECISIONS = ("fp32", "fp16", "int8")
 TARGET = 1e-5
 BACKBONE = "backbone."
 TOKENS = "/backbone/layernorm/Add_1_output_0"

@@ -57,6 +57,17 @@ def test_a_run_says_what_it_is(run: RunFolder) -> None:
     assert Path(run) == run.path
 
 
+@pytest.mark.parametrize(
+    ("data", "has_one", "own"), [("split.json", True, True), ("split.json", False, False), ("", True, False)]
+)
+def test_a_run_that_was_moved_has_its_own_split(run: RunFolder, data: str, has_one: bool, own: bool) -> None:
+    written = str(run.path.with_name("before") / data)
+    write_json(run.info_path, INFO.model_copy(update={"data": written}))
+    if has_one:
+        (run.path / "split.json").write_text("{}")
+    assert run.info.data == (str(run.path / "split.json") if own else written)
+
+
 def test_the_best_and_the_last_checkpoint_are_two(run: RunFolder) -> None:
     folder, state = run.checkpoint("last")
     assert (folder, state.epoch, state.step) == (run.path / "checkpoints" / "epoch-0002", 2, 20)

@@ -9,7 +9,8 @@ from PIL import Image
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
-from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, ImagesOfSplit, check_outside, data_of_run
+from vitx.core.run import SPLIT_FILE
+from vitx.data.flat_folder import FolderSplit, ImagesOfSplit, check_outside, data_of_run
 from vitx.data.open import open_images
 
 ODD = "[/b] a dog"  # a folder "[" and one in it: paths have brackets and spaces

@@ -12,6 +12,7 @@ from vitx.core.files import Record, read_record, sha256_file
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
 
+SPLIT_FILE = "split.json"  # of a run on a folder that it split itself: which images are for which split
 # Arguments of timm's factory that are not of the network, with what to do instead.
 NOT_OF_THE_NETWORK = {
     **dict.fromkeys(("pretrained", "checkpoint_path", "pretrained_strict", "cache_dir"), "say --weights"),
@@ -103,7 +104,10 @@ class RunFolder:
 
     @property
     def info(self) -> RunInfo:
-        return read_record(self.info_path, RunInfo)
+        """What run.json says; for the run's own split.json the one beside it, wherever the run was moved."""
+        info, own = read_record(self.info_path, RunInfo), (self.path / SPLIT_FILE).absolute()
+        is_own = Path(info.data).name == SPLIT_FILE and own.is_file()
+        return info.model_copy(update={"data": str(own)}) if is_own else info
 
     @property
     def metrics_path(self) -> Path:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
+from vitx.core.run import SPLIT_FILE
 from vitx.data.folder import (
     CheckSize,
     FileReader,
@@ -26,7 +27,6 @@ from vitx.data.folder import (
 )
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
-SPLIT_FILE = "split.json"
 PARTS: dict[Split, str] = {"train": " among those to train on", "val": " among those kept for evaluation"}
 EVALUATED_SHARE = 0.2
 # What others call splits; folders of these names alone, in capitals or not, are hardly classes.

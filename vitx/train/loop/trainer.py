@@ -19,8 +19,8 @@ from torch import nn
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
 from vitx.core.files import staged_folder, write_bytes, write_json
-from vitx.core.run import CheckpointState, RunFolder, RunInfo
-from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, check_outside, data_of_run
+from vitx.core.run import SPLIT_FILE, CheckpointState, RunFolder, RunInfo
+from vitx.data.flat_folder import FolderSplit, check_outside, data_of_run
 from vitx.data.open import open_splits
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
