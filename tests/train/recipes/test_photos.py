@@ -83,6 +83,7 @@ def test_a_run_begins_from_published_weights_from_a_run_or_from_a_file(tmp_path:
         ("nowhere.pth", "--from nowhere.pth: expected model:timm/NAME, a run folder, or a file of weights"),
         ("model:timm/deit3_small_patch16_224?img_size=(32,64)", r"img_size=\[32, 64\]: expected the side of a square"),
         (str(image_folder), "is not a run: it has no run.json"),
+        (str(weights.parent), f"no run; for the weights in that folder give --from {weights}"),
     ):
         with pytest.raises(InputError, match=message):
             begun(source)
