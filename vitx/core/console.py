@@ -48,8 +48,8 @@ class _Lines:
         if now >= self.next_time:
             self.next_time = now + 10
             of = f"/{self.total}" if self.total else ""
-            left = f", about {(now - self.start) * (self.total / done - 1):.0f} s left" if 0 < done < self.total else ""
-            log(f"{self.title}: {done}{of}{left} {note}".rstrip())
+            left = f"about {(now - self.start) * (self.total / done - 1):.0f} s left" if 0 < done < self.total else ""
+            log(", ".join(filter(None, (f"{self.title}: {done}{of}", left, note))))
 
 
 def can_redraw(stream: TextIO) -> bool:
