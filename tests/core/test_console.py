@@ -214,15 +214,16 @@ def test_at_most_three_names_that_are_half_alike_are_suggested() -> None:
     assert str(unknown_name("size", "ab", ["ac"])) == "unknown size 'ab': did you mean ac? known: ac"
 
 
-def test_the_whole_of_a_page() -> None:
-    found = page("T", ["<p>a</p>", table([("k", 1), ("l", "v")]), section("i", "S", "x", "y")], style="css{}")
+def test_the_whole_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "<style>\n:root{color-scheme:light dark;" in page("T", [])
+    monkeypatch.setattr("vitx.core.page._STYLE", "css{}")
+    found = page("T", ["<p>a</p>", table([("k", 1), ("l", "v")]), section("i", "S", "x", "y")])
     assert found == (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><title>T</title><style>css{}</style></head>'
         '<body><main><h1>T</h1><p>a</p><table><tr><th scope="row">k</th><td>1</td></tr><tr><th scope="row">l</th>'
         '<td>v</td></tr></table><h2 id="i">S</h2><p>x</p><p>y</p></main></body></html>\n'
     )
-    assert "<style>\n:root{color-scheme:light dark;" in page("T", [])
 
 
 def test_lines_differ_in_more_than_their_grey() -> None:

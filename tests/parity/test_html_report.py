@@ -15,7 +15,7 @@ from vitx.core.certificate import Flip, TokenSimilarity
 from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import ImageSet, encode_png
 from vitx.parity import html_report
-from vitx.parity.html_report import LayerPlot, Series, render, summary
+from vitx.parity.html_report import LayerPlot, render, summary
 
 CLASSES = ("a<b", "b", "c")
 IMAGES = numbered_images([0, 1, 2, 0], CLASSES)
@@ -66,31 +66,31 @@ def test_what_a_person_reads_first() -> None:
 
 
 def test_the_parts_of_a_report_are_in_their_order() -> None:
-    plot = LayerPlot("Error <1>", ["x", "y"], (Series("own", [0.5, 0.25]),))
+    plot = LayerPlot("Error <1>", ["x", "y"], {"own": [0.5, 0.25]})
     page = render(
         "A < B", CERTIFICATE, IMAGES, PIXEL, notes=("why & how",), plots=(plot,), tables={"More": {"a>b": 1 / 3}}
     )
     parts = [
         "<h1>A &lt; B</h1>",
-        '<p class="pass"><strong>pass</strong></p>',
+        '<p class="finding"><strong>pass</strong></p>',
         "<ul><li>first &amp; last</li><li>second</li></ul><ul><li>why &amp; how</li></ul>",
         '<h2>Measurements</h2><table><tr><th scope="row">verdict</th><td class="n">pass</td></tr>',
         '<tr><th scope="row">largest logit error</th><td class="n">1e-05</td></tr>',
         '<h2>More</h2><table><tr><th scope="row">a&gt;b</th><td class="n">0.333333</td></tr></table>',
         '<h2>Largest logit error by batch size</h2><table><tr><th scope="row">1</th><td class="n">0.25</td></tr>'
         '<tr><th scope="row">8</th><td class="n">0.333333</td></tr></table>',
-        "<figure><h2>Error &lt;1&gt;</h2><svg",
+        '<figure class="plot"><h2>Error &lt;1&gt;</h2><svg',
         "<h2>2 flips, the clearest 2 first</h2>",
     ]
     places = [page.find(part) for part in parts]
     assert -1 not in places
     assert places == sorted(places)
-    assert "ul.flips img{image-rendering:pixelated" in page
+    assert "ul.images{" in page
 
 
 def test_a_report_without_notes_tables_plots_and_flips() -> None:
     page = render("T", certificate(verdict="fail", reasons=()), IMAGES, PIXEL, tables={"Empty": {}})
-    assert '<p class="fail"><strong>fail</strong></p><h2>Measurements</h2>' in page
+    assert '<p class="finding"><strong>fail</strong></p><h2>Measurements</h2>' in page
     assert "Empty" not in page
     assert page.endswith("<h2>Flips</h2><p>No image changed its class.</p></main></body></html>\n")
 
@@ -104,11 +104,11 @@ def test_flips_are_listed_the_clearest_first(monkeypatch: pytest.MonkeyPatch) ->
     ]
     pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).tolist() for _, data, _ in items]
     assert pixels == [[[[0, 0, 3]]], [[[0, 0, 1]]]]
-    assert text.startswith('<h2>2 flips, the clearest 2 first</h2><ul class="flips"><li>')
+    assert text.startswith('<h2>2 flips, the clearest 2 first</h2><ul class="images"><li>')
     assert text.endswith("</li></ul>")
     monkeypatch.setattr(html_report, "MAX_THUMBNAILS", 1)
     one = html_report._flips(CERTIFICATE.flips, IMAGES, PIXEL)
-    assert one.startswith('<h2>2 flips, the clearest 1 first</h2><ul class="flips">')
+    assert one.startswith('<h2>2 flips, the clearest 1 first</h2><ul class="images">')
     assert (one.count("<li>"), "image 3" in one) == (1, True)
 
 
@@ -149,7 +149,7 @@ def ticks_of(text: str) -> list[tuple[float, str]]:
 
 def test_the_lines_of_a_plot() -> None:
     """Values from 1 to 5 over heights 250 to 20, three layers from 70 to 840; what is not finite is left out."""
-    plot = LayerPlot("P", ["x", "y", "z"], (Series("one <", [1, 3, 5]), Series("two", [None, math.nan, 2])))
+    plot = LayerPlot("P", ["x", "y", "z"], {"one <": [1, 3, 5], "two": [None, math.nan, 2]})
     text = html_report._plot(plot)
     assert lines_of(text) == [[(70, 250), (455, 135), (840, 20)], [(840, 192.5)]]
     assert ticks_of(text) == [(250, "1"), (192.5, "2"), (135, "3"), (77.5, "4"), (20, "5")]
@@ -161,7 +161,7 @@ def test_the_lines_of_a_plot() -> None:
         ("455.0,264", "y"),
         ("840.0,264", "z"),
     ]
-    assert text.startswith('<figure><h2>P</h2><svg viewBox="0 0 860 320" role="img"')
+    assert text.startswith('<figure class="plot"><h2>P</h2><svg viewBox="0 0 860 320" role="img"')
     assert '<line x1="70" x2="840" y1="250.0"' in text
     assert '<text x="64" y="254.0" text-anchor="end">1</text>' in text
     assert text.endswith("</svg></figure>")
@@ -169,7 +169,7 @@ def test_the_lines_of_a_plot() -> None:
 
 def test_a_logarithmic_plot_ends_at_powers_of_ten() -> None:
     """From 0.002 to 0.5: 10⁻³ to 10⁰; nought has no logarithm."""
-    plot = LayerPlot("P", ["x", "y", "z"], (Series("one", [0.002, 0, 0.5]),), logarithmic=True)
+    plot = LayerPlot("P", ["x", "y", "z"], {"one": [0.002, 0, 0.5]}, logarithmic=True)
     text = html_report._plot(plot)
     heights = [20 + 230 * (0 - math.log10(value)) / 3 for value in (0.002, 0.5)]
     ((first, second),) = lines_of(text)
@@ -182,24 +182,24 @@ def test_a_logarithmic_plot_ends_at_powers_of_ten() -> None:
         (third, "1.0e-01"),
         (20, "1.0e+00"),
     ]
-    wide = html_report._plot(LayerPlot("P", ["x", "y"], (Series("one", [1e-9, 1.0]),), logarithmic=True))
+    wide = html_report._plot(LayerPlot("P", ["x", "y"], {"one": [1e-9, 1.0]}, logarithmic=True))
     assert len(ticks_of(wide)) == 6
 
 
 def test_one_value_lies_in_the_middle() -> None:
-    text = html_report._plot(LayerPlot("P", ["x"], (Series("one", [2.0]),)))
+    text = html_report._plot(LayerPlot("P", ["x"], {"one": [2.0]}))
     assert lines_of(text) == [[(70, 135)]]
     assert [value for _, value in ticks_of(text)] == ["1.5", "1.75", "2", "2.25", "2.5"]
-    power = html_report._plot(LayerPlot("P", ["x"], (Series("one", [0.01]),), logarithmic=True))
+    power = html_report._plot(LayerPlot("P", ["x"], {"one": [0.01]}, logarithmic=True))
     assert lines_of(power) == [[(70, 135)]]
     assert len(ticks_of(power)) == 2
     for values in ([None, math.inf], [0.0, -1.0], []):
-        empty = LayerPlot("P", ["x", "y"], (Series("one", values),), logarithmic=True)
+        empty = LayerPlot("P", ["x", "y"], {"one": values}, logarithmic=True)
         assert html_report._plot(empty) == ""
 
 
 def test_five_lines_repeat_the_first_colour() -> None:
-    plot = LayerPlot("P", ["x", "y"], tuple(Series(f"{number}", [0, number]) for number in range(5)))
+    plot = LayerPlot("P", ["x", "y"], {f"{number}": [0, number] for number in range(5)})
     colours = re.findall(r'stroke="(#.*?)" stroke-width', html_report._plot(plot))
     assert len(set(colours)) == 4
     assert colours[4] == colours[0]
@@ -208,6 +208,6 @@ def test_five_lines_repeat_the_first_colour() -> None:
 @pytest.mark.parametrize(("count", "named"), [(24, 24), (47, 47), (48, 24), (75, 25)])
 def test_some_24_layers_are_named(count: int, named: int) -> None:
     names = [f"n{index}" for index in range(count)]
-    text = html_report._plot(LayerPlot("P", names, (Series("one", [*range(count)]),)))
+    text = html_report._plot(LayerPlot("P", names, {"one": [*range(count)]}))
     found = re.findall(r"rotate\(45\)\">(.*?)<", text)
     assert found == names[:: math.ceil(count / named)]

@@ -16,7 +16,6 @@ from vitx.core.errors import InputError
 from vitx.parity import divergence
 from vitx.parity.diagnosis import Diagnosis, diagnose
 from vitx.parity.divergence import LayerError, NodeError, Trace, node_errors, overflow_text
-from vitx.parity.html_report import Series
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.trace import TraceResult, _repair_text, diagnosis_note, measure_token_similarity, trace
 
@@ -109,8 +108,8 @@ def test_a_trace_in_words_and_as_json() -> None:
     }
     errors, similarity = TraceResult(Trace(8, (LayerError("x", 0.5, 0.25, 0.75, 0.875),), "x"), (), ()).plots()
     assert (errors.layers, errors.logarithmic, similarity.logarithmic) == (["x"], True, False)
-    assert errors.series == (Series("of the layer output", [0.5]), Series("made by the layer itself", [0.25]))
-    assert similarity.series == (Series("reference", [0.75]), Series("candidate", [0.875]))
+    assert errors.series == {"of the layer output": [0.5], "made by the layer itself": [0.25]}
+    assert similarity.series == {"reference": [0.75], "candidate": [0.875]}
     assert TraceResult(None, (), ()).plots() == ()
     assert TraceResult(None, (), ()).as_json() == {"layers": None, "nodes": [], "notes": []}
 

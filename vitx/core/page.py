@@ -31,13 +31,13 @@ body{margin:0;font-size:11pt}}
 """
 
 
-def page(title: str, body: Iterable[str], *, style: str = _STYLE) -> str:
-    """A whole document of a title (text), the pieces of its body (HTML) and a style sheet (CSS)."""
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole document of a title (text) and the pieces of its body (HTML)."""
     title = html.escape(title)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{style}</style></head><body><main><h1>{title}</h1>{''.join(body)}</main></body></html>\n"
+        f"<title>{title}</title><style>{_STYLE}</style></head><body><main><h1>{title}</h1>{''.join(body)}</main></body></html>\n"
     )
 
 

@@ -17,31 +17,15 @@ from vitx.data.image_set import ImageSet
 # Flips that are shown; the certificate has all of them.
 MAX_THUMBNAILS = 200
 THUMBNAIL = 96  # pixels
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1b1b1b;background:#fff}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums}.pass{color:#0a6b2d}.fail{color:#b00020}
-ul.flips{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.flips li{width:11rem}
-ul.flips img{image-rendering:pixelated;width:96px;height:96px}figure{margin:1rem 0}svg{max-width:100%}
-@media (prefers-color-scheme:dark){body{color:#e6e6e6;background:#161616}.pass{color:#6fd08c}.fail{color:#ff8a80}}
-"""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a plot over the layers; None where there is no value."""
-
-    name: str
-    values: Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class LayerPlot:
-    """A plot over named layers."""
+    """A plot over named layers: a line for each of `series`, None where it has no value."""
 
     title: str
     layers: Sequence[str]
-    series: Sequence[Series]
+    series: Mapping[str, Sequence[float | None]]
     logarithmic: bool = False
 
 
@@ -61,7 +45,7 @@ def render(
     failed certificate. tables: more tables by title.
     """
     body = [
-        f'<p class="{certificate.verdict}"><strong>{certificate.verdict}</strong></p>',
+        f'<p class="finding"><strong>{certificate.verdict}</strong></p>',
         _list(certificate.reasons),
         _list(notes),
         _table("Measurements", summary(certificate)),
@@ -70,7 +54,7 @@ def render(
         *(_plot(plot) for plot in plots),
         _flips(certificate.flips, images, preprocessing),
     ]
-    return page(title, body, style=_STYLE)
+    return page(title, body)
 
 
 def summary(certificate: Certificate) -> dict[str, object]:
@@ -134,7 +118,7 @@ def _flips(flips: Sequence[Flip], images: ImageSet, preprocessing: Preprocessing
         f"<br>margin {flip.reference_margin:.3g}, batch {flip.batch_size}</li>"
         for flip in shown
     )
-    return f'<h2>{len(flips)} flips, the clearest {len(shown)} first</h2><ul class="flips">{items}</ul>'
+    return f'<h2>{len(flips)} flips, the clearest {len(shown)} first</h2><ul class="images">{items}</ul>'
 
 
 def _thumbnail(images: ImageSet, row: int, preprocessing: Preprocessing) -> str:
@@ -151,8 +135,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 320, 70, 20, 70
 
 def _plot(plot: LayerPlot) -> str:
     """Lines over the layers as inline SVG; nothing if no value can be drawn."""
-    scaled = [[_scaled(value, plot.logarithmic) for value in series.values] for series in plot.series]
-    known = [value for line in scaled for value in line if value is not None]
+    scaled = {name: [_scaled(value, plot.logarithmic) for value in line] for name, line in plot.series.items()}
+    known = [value for line in scaled.values() for value in line if value is not None]
     if not known:
         return ""
     low, high = min(known), max(known)
@@ -169,18 +153,16 @@ def _plot(plot: LayerPlot) -> str:
         return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [_axis(plot, low, high, x, y)]
-    for number, (series, line) in enumerate(zip(plot.series, scaled, strict=True)):
+    for number, (name, line) in enumerate(scaled.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(line) if v is not None)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>')
-        parts.append(
-            f'<text x="{_LEFT + 8 + 250 * number}" y="{_TOP - 6}" fill="{colour}">{html.escape(series.name)}</text>'
-        )
+        parts.append(f'<text x="{_LEFT + 8 + 250 * number}" y="{_TOP - 6}" fill="{colour}">{html.escape(name)}</text>')
     picture = (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-size="12" fill="currentColor">'
         f"<title>{html.escape(plot.title)}</title>{''.join(parts)}</svg>"
     )
-    return f"<figure><h2>{html.escape(plot.title)}</h2>{picture}</figure>"
+    return f'<figure class="plot"><h2>{html.escape(plot.title)}</h2>{picture}</figure>'
 
 
 def _axis(plot: LayerPlot, low: float, high: float, x: Callable[[int], float], y: Callable[[float], float]) -> str:

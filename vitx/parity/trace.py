@@ -22,7 +22,7 @@ from vitx.data.open import open_images
 from vitx.parity.comparison import REFERENCE_BATCH, difference, infer
 from vitx.parity.diagnosis import diagnose
 from vitx.parity.executables.layers import first_divergence
-from vitx.parity.html_report import LayerPlot, Series
+from vitx.parity.html_report import LayerPlot
 from vitx.parity.loaded_model import LoadedModel
 
 if TYPE_CHECKING:  # two bundles are compared where there is no torch
@@ -68,19 +68,19 @@ class TraceResult:
             LayerPlot(
                 "Relative error by layer",
                 names,
-                (
-                    Series("of the layer output", [layer.error for layer in layers]),
-                    Series("made by the layer itself", [layer.own for layer in layers]),
-                ),
+                {
+                    "of the layer output": [layer.error for layer in layers],
+                    "made by the layer itself": [layer.own for layer in layers],
+                },
                 logarithmic=True,
             ),
             LayerPlot(
                 "CosSim of the patch tokens by layer",
                 names,
-                (
-                    Series("reference", [layer.similarity_reference for layer in layers]),
-                    Series("candidate", [layer.similarity_candidate for layer in layers]),
-                ),
+                {
+                    "reference": [layer.similarity_reference for layer in layers],
+                    "candidate": [layer.similarity_candidate for layer in layers],
+                },
             ),
         )
 
@@ -100,7 +100,7 @@ def measure_token_similarity(
         log(f"parity: CosSim by layer is left out: it is of {MODEL}, not of {_runtime(candidate)}", quiet=quiet)
         return None
     from vitx.export.graph.dataflow import read_onnx
-    from vitx.parity.divergence import compare_token_similarity, has_blocks, require_block_names
+    from vitx.parity.divergence import compare_token_similarity, has_blocks
 
     model, bundle = reference.network(), candidate.bundle
     if not has_blocks(model):
@@ -108,7 +108,6 @@ def measure_token_similarity(
     graph, pixels = read_onnx(bundle.model_path), _pixels(images, reference.preprocessing)
     precision = bundle.manifest.precision
     try:
-        require_block_names(graph, model)
         found = compare_token_similarity(model, reference.preprocessing, graph, pixels, precision=precision)
     except InputError as reason:
         log(f"parity: CosSim by layer is left out: {reason}", quiet=quiet)
