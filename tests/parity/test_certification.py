@@ -17,9 +17,10 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity import NOT_FINITE_ERROR, AcceptanceCriteria, Comparison, certify, certify_models, check_labels, compare
-from vitx.parity.comparison import PROBE_IMAGES
+from vitx.parity import AcceptanceCriteria, Comparison, certify, certify_models, compare
+from vitx.parity.comparison import NOT_FINITE_ERROR, PROBE_IMAGES
 from vitx.parity.loaded_model import open_model
+from vitx.parity.verdict import check_labels
 from vitx.runtimes import load_session
 
 

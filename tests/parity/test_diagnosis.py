@@ -26,8 +26,13 @@ from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
-from vitx.parity import bundle_batch_sizes, certify_models, check_engines, check_provider
-from vitx.parity.certification import _default_batch_sizes
+from vitx.parity.certification import (
+    _default_batch_sizes,
+    bundle_batch_sizes,
+    certify_models,
+    check_engines,
+    check_provider,
+)
 from vitx.parity.diagnosis import Diagnosis, diagnose
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle
 from vitx.runtimes import load_session
