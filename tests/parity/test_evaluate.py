@@ -41,8 +41,8 @@ def test_every_metric_of_five_images() -> None:
     probabilities = [[0.7, 0.2, 0.1], [0.65, 0.25, 0.1], [0.25, 0.65, 0.1], [0.2, 0.7, 0.1], [0.05, 0.05, 0.9]]
     images = numbered_images((0, 1, 1, 2, 0), ("a", "b", "c"))
     session = TableSession(np.log(probabilities))
-    found = evaluate(session, images, PIXEL, batch_size=2, quiet=True)
-    assert session.batches == [[0, 1], [2, 3], [4]]
+    found = evaluate(session, images, PIXEL, quiet=True)
+    assert session.batches == [[0, 1, 2, 3, 4]]
     assert found.images == 5
     assert found.top1 == 0.4
     of_labels = [0.7, 0.25, 0.65, 0.1, 0.05]

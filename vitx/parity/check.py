@@ -14,7 +14,7 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import certify_models, record_verdicts, sizes_left_out, warn_of_other_weights
 from vitx.parity.html_report import render
-from vitx.parity.loaded_model import LoadedModel, open_model, require_run
+from vitx.parity.loaded_model import DEFAULT_RUNTIME, LoadedModel, open_model, require_run
 from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison, compare_served, serving
 from vitx.parity.statistics import images_needed
@@ -185,7 +185,7 @@ def _compare_served(
     if candidate.bundle is None:
         raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
     # What was compared: by default a server takes the fastest runtime of the certificate, whose limits are others.
-    runtime = options.runtime or "onnxruntime"
+    runtime = options.runtime or DEFAULT_RUNTIME
     # The bundle is what is being judged: it may have no certificate yet.
     with serving(candidate.bundle.path, device=options.device, runtime=runtime, allow_uncertified=True) as url:
         return compare_served(

@@ -29,21 +29,14 @@ class Evaluation(Record):
     brier: float
 
 
-def evaluate(
-    session: Session,
-    images: ImageSet,
-    preprocessing: Preprocessing,
-    *,
-    batch_size: int = BATCH_SIZE,
-    quiet: bool = False,
-) -> Evaluation:
+def evaluate(session: Session, images: ImageSet, preprocessing: Preprocessing, *, quiet: bool = False) -> Evaluation:
     """Evaluate a session on every image; raise InputError when there is none, and for logits that are not finite."""
     if len(images) == 0:
         raise InputError("no images to evaluate on")
     batches = []
     with progress("eval", len(images), quiet=quiet) as bar:
         done = 0
-        for pixels in images.batches(preprocessing, batch_size):
+        for pixels in images.batches(preprocessing, BATCH_SIZE):
             batches.append(session.infer(pixels))
             bar.update(done := done + len(pixels))
     logits = np.concatenate(batches)

@@ -8,13 +8,12 @@ from typing import Any, Self
 
 from vitx.core.bundle import MANIFEST, Bundle, Precision
 from vitx.core.errors import InputError
-from vitx.core.preprocess import Preprocessing
+from vitx.core.preprocess import Preprocessing, Triple
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Session
 
-Triple = tuple[float, float, float]
 DEFAULT_RUNTIME = "onnxruntime"
 
 

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -139,7 +138,6 @@ def serving(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     try:
         with ThreadPoolExecutor(1) as pool:

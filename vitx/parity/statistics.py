@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 
+CONFIDENCE = 0.95
 
-def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
+
+def clopper_pearson_upper(k: int, n: int, confidence: float = CONFIDENCE) -> float:
     """One-sided upper bound on a rate of which k events were seen in n trials.
 
     It is the p with P(X ≤ k | n, p) = 1 − confidence (Clopper & Pearson 1934), the same number as `beta.ppf(confidence,
@@ -32,25 +34,25 @@ def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
             high = middle
 
 
-def images_needed(max_flip_rate: float, confidence: float = 0.95) -> int:
+def images_needed(max_flip_rate: float) -> int:
     """The smallest n for which no flip at all proves a flip rate of at most `max_flip_rate`."""
     if not 0 < max_flip_rate < 1:
         raise ValueError(f"max_flip_rate={max_flip_rate}: expected 0 < max_flip_rate < 1")
-    needed = max(1, math.ceil(math.log1p(-confidence) / math.log1p(-max_flip_rate)))
-    return needed if clopper_pearson_upper(0, needed, confidence) <= max_flip_rate else needed + 1
+    needed = max(1, math.ceil(math.log1p(-CONFIDENCE) / math.log1p(-max_flip_rate)))
+    return needed if clopper_pearson_upper(0, needed) <= max_flip_rate else needed + 1
 
 
-def flips_allowed(n: int, max_flip_rate: float, confidence: float = 0.95) -> int:
+def flips_allowed(n: int, max_flip_rate: float) -> int:
     """The largest k for which k flips among n images still prove a flip rate of at most `max_flip_rate`.
 
     Raises ValueError when not even k = 0 does: `images_needed` says how many images it takes.
     """
-    if n < images_needed(max_flip_rate, confidence):
+    if n < images_needed(max_flip_rate):
         raise ValueError(f"n={n}: no count of flips proves a rate of at most {max_flip_rate}")
     allowed, refused = 0, n
     while refused - allowed > 1:
         middle = (allowed + refused) // 2
-        within = clopper_pearson_upper(middle, n, confidence) <= max_flip_rate
+        within = clopper_pearson_upper(middle, n) <= max_flip_rate
         allowed, refused = (middle, refused) if within else (allowed, middle)
     return allowed
 
@@ -78,21 +80,19 @@ def _log_lower_tail(k: int, n: int, p: float) -> float:
     return log_term + math.log1p(float(np.cumprod(ratios).sum()))
 
 
-def stratified_upper(
-    census_flips: int, sample_flips: int, *, census: int, sample: int, population: int, confidence: float = 0.95
-) -> float:
+def stratified_upper(census_flips: int, sample_flips: int, *, census: int, sample: int, population: int) -> float:
     """One-sided upper bound on the flip rate of a source of images, from a part of a split that was drawn from it.
 
     Of the split's `population` images `census` were looked at because they were the likeliest to flip, and `sample` of
     the others by chance, without replacement. The census counts as what it is, so many images of the split; the sample
     speaks for all others. A fifth of the risk of error goes to the split being a sample itself, the rest to the choice
-    within it, and by the union bound the whole errs at most as often as `1 − confidence`:
+    within it, and by the union bound the whole errs at most as often as `1 − CONFIDENCE`, the risk:
 
         K = the most flips among the others that `sample_flips` allows (hypergeometric), confidence 1 − 0.8·risk
         bound = Clopper–Pearson of census_flips + K among population, confidence 1 − 0.2·risk
 
-    Where the sample is all the others, K is known, and the bound is `clopper_pearson_upper` at `confidence`. It holds
-    however images were ranked. Raises ValueError for impossible counts.
+    Where the sample is all the others, K is known, and the bound is `clopper_pearson_upper`. It holds however images
+    were ranked. Raises ValueError for impossible counts.
     """
     others = population - census
     if not (0 <= census_flips <= census and 0 <= sample_flips <= sample <= others and population >= 1):
@@ -100,8 +100,8 @@ def stratified_upper(
             f"{census_flips} of {census} and {sample_flips} of {sample} flips, population {population}: impossible"
         )
     if sample == others:
-        return clopper_pearson_upper(census_flips + sample_flips, population, confidence)
-    risk = 1 - confidence
+        return clopper_pearson_upper(census_flips + sample_flips, population)
+    risk = 1 - CONFIDENCE
     most = _most_events(sample_flips, sample, others, 0.8 * risk)
     return clopper_pearson_upper(census_flips + most, population, 1 - 0.2 * risk)
 

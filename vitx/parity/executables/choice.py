@@ -14,12 +14,12 @@ from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.executables.listing import runtimes_for
 from vitx.parity.executables.unlisted_embedding import load_unlisted_embedding
 from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
+from vitx.parity.loaded_model import DEFAULT_RUNTIME
 from vitx.runtimes import load_session
 from vitx.runtimes.requirements import reported_name
 from vitx.runtimes.session import Device, Session, device_name, executable_of, image_shape, outputs_of
 
 AUTO = "auto"
-_DEFAULT = "onnxruntime"
 # What a candidate is timed with: a batch to warm up and two that count, together an eighth of what its judgement takes.
 _TIMED_IMAGES, _TIMED_BATCHES = 4, 2
 
@@ -46,12 +46,12 @@ def runtimes_by_speed(
         return (runtime,)
     certificate = bundle.certificate()
     if certificate is None or WITNESS not in bundle.manifest.files:
-        return (_DEFAULT,)
+        return (DEFAULT_RUNTIME,)
     certified = [each.executable for each in certificate.executables if each.verdict != "fail"]
     listed = {each.runtime for each in certified if outputs_of(each).issuperset(outputs)}
     names = [name for name in runtimes_for(bundle, device) if reported_name(name) in listed]
     if len(names) < 2:
-        return tuple(names) or (_DEFAULT,)
+        return tuple(names) or (DEFAULT_RUNTIME,)
     for name in names:
         if _known(bundle, name, outputs) is None:
             _loaded(bundle, name, threads, outputs, _keep_speed, quiet=quiet)
@@ -66,8 +66,9 @@ def runtimes_by_speed(
         f"{name} {verdict.images_per_second:.4g}{'' if verdict.verdict == 'pass' else ' (not judged here)'}"
         for name, verdict in found
     )
-    log(f"vitx: '{bundle.manifest.name}' runs in {found[0][0] if found else _DEFAULT}; images/s: {said}", quiet=quiet)
-    return tuple(name for name, _ in found) or (_DEFAULT,)
+    ordered = tuple(name for name, _ in found) or (DEFAULT_RUNTIME,)
+    log(f"vitx: '{bundle.manifest.name}' runs in {ordered[0]}; images/s: {said}", quiet=quiet)
+    return ordered
 
 
 def load_fastest(
@@ -85,7 +86,7 @@ def load_fastest(
     """
     chosen = device_name(device)
     if [*outputs] == ["embedding"] and not bundle.manifest.outputs:
-        name = _DEFAULT if runtime == AUTO else runtime
+        name = DEFAULT_RUNTIME if runtime == AUTO else runtime
         return load_unlisted_embedding(bundle, name, device=chosen, threads=threads)
     bundle.require_outputs(outputs)
     name = runtimes_by_speed(bundle, runtime, device=chosen, threads=threads, outputs=outputs, quiet=quiet)[0]
