@@ -1,5 +1,6 @@
 """`certify` on four images worked out by hand, and what `certify_models` checks, asks and writes."""
 
+import errno
 import math
 import struct
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from vitx.parity.certification import (
     warn_of_other_weights,
 )
 from vitx.parity.loaded_model import LoadedModel
+from vitx.parity.statistics import clopper_pearson_upper
 from vitx.runtimes.session import Float32Array
 
 # Of labels 0, 0, 1, 1 the reference has all but the last right.
@@ -215,6 +217,21 @@ def test_a_failure_is_written_too(bundle: Bundle, images: ImageSet) -> None:
     certificate = certify_models(model(), other, images, write=True, quiet=True)
     assert certificate.verdict == "fail"
     assert read_certificate(bundle.path / CERTIFICATE) == certificate
+
+
+def test_what_a_full_disk_does_not_take_is_said(
+    bundle: Bundle, images: ImageSet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A comparison may take hours: its numbers were lost with the certificate."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(certification, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        certify_models(model(), model(bundle), images, write=True, quiet=True)
+    bound = clopper_pearson_upper(0, len(images))
+    assert f"parity: pass: 0 of {len(images)} images flipped: flip rate at most {bound:.6f}" in capsys.readouterr().err
 
 
 def test_a_pass_with_which_nothing_runs_yet_names_the_command(

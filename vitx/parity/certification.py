@@ -201,7 +201,11 @@ def _write_certificate(
     if certificate.verdict == "pass" and not may_run:
         command = "vitx parity RUN BUNDLE --runtime onnxruntime"
         log(f"warning: the graph passes, and no runtime was judged with it: run `{command}` where it will be served")
-    return record_verdicts(bundle, certificate, verdicts)
+    try:
+        return record_verdicts(bundle, certificate, verdicts)
+    except OSError:  # such as a full disk: what may have taken hours is said all the same
+        log(f"parity: {certificate.verdict}: {'; '.join(certificate.reasons)}")
+        raise
 
 
 def record_verdicts(bundle: Bundle, certificate: Certificate, verdicts: Sequence[Verdict]) -> Certificate:

@@ -43,8 +43,8 @@ def _signer(private_key: Path) -> Any:
     signing = _package().signing.Config()
     try:
         return signing.use_elliptic_key_signer(private_key=private_key)
-    except (AttributeError, OSError, TypeError, ValueError) as error:  # AttributeError: an RSA key has no curve
-        raise InputError(f"'{private_key}' is no private key of an elliptic curve, in PEM: {error}") from None
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise _no_key("private", private_key, error) from None
 
 
 def require_signature(path: Path, public_key: Path) -> None:
@@ -56,8 +56,8 @@ def require_signature(path: Path, public_key: Path) -> None:
     verifying = _package().verifying.Config().set_hashing_config(_hashing(path))
     try:
         verifying.use_elliptic_key_verifier(public_key=public_key)
-    except (AttributeError, OSError, TypeError, ValueError) as error:  # AttributeError: an RSA key has no curve
-        raise InputError(f"'{public_key}' is no public key of an elliptic curve, in PEM: {error}") from None
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise _no_key("public", public_key, error) from None
     if not (path / SIGNATURE).is_file():
         raise CheckFailed(f"'{path}' is not signed, and a signature is required: export it with --sign KEY")
     try:
@@ -65,6 +65,11 @@ def require_signature(path: Path, public_key: Path) -> None:
     # The package raises what its parsers raise: for a file that is no signature these are of many kinds.
     except Exception as error:  # noqa: BLE001
         raise CheckFailed(f"the signature of '{path}' does not hold for '{public_key}': {_reason(error)}") from None
+
+
+def _no_key(kind: str, path: Path, error: Exception) -> InputError:
+    why = "it is of RSA or another kind" if isinstance(error, AttributeError) else error  # which has no curve
+    return InputError(f"'{path}' is no {kind} key of an elliptic curve (P-256, P-384, P-521), in PEM: {why}")
 
 
 def _hashing(path: Path) -> Any:

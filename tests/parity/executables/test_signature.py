@@ -145,6 +145,11 @@ def test_keys_that_are_none_are_refused(witnessed: Bundle, keys: Keys, tmp_path:
     for path in (tmp_path / "text", tmp_path / "none", tmp_path, wrong.public, keys.private):
         with pytest.raises(InputError, match="is no public key of an elliptic curve"):
             require_signature(witnessed.path, path)
+    other_kind = r"\(P-256, P-384, P-521\), in PEM: it is of RSA or another kind$"
+    with pytest.raises(InputError, match=other_kind):
+        sign_bundle(witnessed, wrong.private)
+    with pytest.raises(InputError, match=other_kind):
+        require_signature(witnessed.path, wrong.public)
     assert not (witnessed.path / SIGNATURE).exists()
 
 
