@@ -346,6 +346,11 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
     for wrong in (other_key, tmp_path / "missing", certificate):
         with pytest.raises(InputError, match="are no certificate with its key"):
             read_pem(ServeOptions(tls_cert=certificate, tls_key=wrong))
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked]
+    subprocess.run(command, check=True)
+    with pytest.raises(InputError, match="in PEM, unencrypted: "):  # said "[SSL] PEM lib" alone
+        read_pem(ServeOptions(tls_cert=certificate, tls_key=locked))
     pair: dict[str, Any] = {"tls_cert": certificate, "tls_key": key}
     with once(key) as pipe, pytest.raises(InputError, match="is a pipe, which gRPC reads a second time"):
         read_pem(ServeOptions(tls_cert=certificate, tls_key=pipe, grpc_port=0))

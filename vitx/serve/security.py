@@ -102,19 +102,19 @@ class Pem(NamedTuple):
 
 def read_pem(options: ServeOptions) -> Pem | None:
     """None without TLS; raise InputError for files that are not what their options say."""
-    certificate, key, authorities = options.tls_cert, options.tls_key, options.tls_client_ca
-    if certificate is None or key is None:
-        if certificate is key is authorities:
+    chain, key, authorities = options.tls_cert, options.tls_key, options.tls_client_ca
+    if chain is None or key is None:
+        if chain is key is authorities:
             return None
         raise InputError("TLS needs both --tls-cert and --tls-key")
     context, no_password = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), str  # called instead of asking on the terminal
     try:
-        context.load_cert_chain(certificate, key, no_password)
-        pair = key.read_bytes(), certificate.read_bytes()
-    except (OSError, ssl.SSLError) as error:  # a missing file, no PEM, or a key of another certificate
-        raise InputError(f"'{certificate}' and '{key}' are no certificate with its key, in PEM: {error}") from None
+        context.load_cert_chain(chain, key, no_password)
+        pair = key.read_bytes(), chain.read_bytes()
+    except (OSError, ssl.SSLError) as why:  # a missing file, no PEM, or a key with a password or of another certificate
+        raise InputError(f"'{chain}' and '{key}' are no certificate with its key, in PEM, unencrypted: {why}") from None
     if options.grpc_port is not None and not all(pair):
-        raise InputError(f"'{certificate}' or '{key}' is a pipe, which gRPC reads a second time: give files")
+        raise InputError(f"'{chain}' or '{key}' is a pipe, which gRPC reads a second time: give files")
     if authorities is None:
         return Pem(*pair, None, context)
     try:

@@ -183,6 +183,22 @@ def test_a_folder_that_may_not_be_read_hides_no_other(folder: Path, monkeypatch:
     assert file_states(private) == ()
 
 
+def test_a_folder_of_a_store_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError) as caught:
+        bundles_in(Path("s3://models"))
+    text = "--repository s3://models: expected a folder of this machine; give each bundle by its own URL"
+    assert str(caught.value) == text
+
+
+def test_a_file_that_may_be_read_now_is_another_state(folder: Path) -> None:
+    """A bundle that was refused because its files are of another user: after a chmod `--watch` did not try again."""
+    bundle = folder / "lone.vitx"
+    before = file_states(bundle)
+    (bundle / "model.onnx").chmod(0o600)
+    changed = [name for (name, *_), now in zip(before, file_states(bundle), strict=True) if now not in before]
+    assert changed == ["model.onnx"]
+
+
 @pytest.mark.parametrize(
     ("policies", "versions"),
     [

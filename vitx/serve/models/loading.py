@@ -34,7 +34,7 @@ from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import FIRST_VERSION, Contract
 
 ModelKey = tuple[str, str]  # name and version, a whole number without leading zeros
-FileStates = tuple[tuple[str, int, int, int], ...]
+FileStates = tuple[tuple[str, int, int, int, int], ...]
 Judgement = TypeVar("Judgement", Certificate, Verdict)
 
 _SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
@@ -49,11 +49,11 @@ def key_text(key: ModelKey) -> str:
 
 
 def file_states(path: Path) -> FileStates:
-    """(name, inode, mtime, size) of a bundle's files: changes when it is replaced, or one of them is. (): no bundle."""
+    """(name, inode, mode, mtime, size) of a bundle's files: changes when one of them does. (): no bundle."""
     with suppress(OSError):  # one of them went meanwhile
         files = [file for file in sorted(path.rglob("[!.]*")) if file.name != LATENCY and file.is_file()]
         stats = [(str(file.relative_to(path)), file.stat()) for file in files]
-        return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+        return tuple((name, stat.st_ino, stat.st_mode, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
     return ()
 
 

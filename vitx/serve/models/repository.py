@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.bundle import MANIFEST, Bundle, url_of
 from vitx.core.console import log, visible
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, not_offered, unavailable
@@ -32,6 +32,8 @@ def bundles_in(folder: Path, policies: Sequence[str] = ()) -> dict[ModelKey, Pat
     those of `--versions`. Raises InputError if `folder` is not a folder, or two bundles are the same version.
     """
     if not folder.is_dir():
+        if (url := url_of(folder)) is not None:
+            raise InputError(f"--repository {url}: expected a folder of this machine; give each bundle by its own URL")
         raise InputError(f"no model repository at '{folder}': expected a folder with bundles NAME{SUFFIX}")
     found = [((path.name.removesuffix(SUFFIX), FIRST_VERSION), path) for path in folder.glob(f"[!.]*{SUFFIX}")]
     found += [

@@ -29,7 +29,6 @@ def claim_port(host: str, port: int, option: str = "--port", *, shared: bool = F
             remedy = f"stop what listens there, or choose another with {option} (0: any)"
             raise EnvironmentMissing(f"port {port} on {host} is in use: {remedy}") from None
         raise EnvironmentMissing(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    listener.setblocking(False)
     return listener
 
 

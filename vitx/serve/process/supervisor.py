@@ -58,9 +58,8 @@ def worker_link() -> WorkerLink | None:
     if given is None:
         return None
     index, listener, parent, grpc_port, folder = given.split(" ", 4)
-    listening = socket.socket(fileno=int(listener))
-    listening.setblocking(False)
-    return WorkerLink(listening, socket.socket(fileno=int(parent)), int(grpc_port), Siblings(Path(folder), int(index)))
+    listening, link = (socket.socket(fileno=int(number)) for number in (listener, parent))
+    return WorkerLink(listening, link, int(grpc_port), Siblings(Path(folder), int(index)))
 
 
 @dataclass(eq=False)
