@@ -15,10 +15,16 @@ from vitx.serve.protocol.json_pixels import CUT_OUT, SMALL_BYTES, cut_out_data, 
 SHAPE = (2, 2, 1, 3)
 
 
+def whole(text: str) -> float:
+    """7 of "7.0": a number with a point is one of pixels if nothing but noughts stands behind it."""
+    number, _, behind = text.partition(".")
+    return int(number) if behind and not behind.strip("0") else float(text)
+
+
 def expected(text: bytes) -> Any:
     """The pixels by json.loads; None where they are not integers from 0 to 255 of this shape."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=whole)
         array = np.array(value, dtype=object)
     except ValueError:
         return None
@@ -44,6 +50,7 @@ def texts() -> list[bytes]:
     for values in (np.minimum(numbers, 255), numbers):
         for value in (values.tolist(), values.reshape(SHAPE).tolist(), values.reshape(4, 3).tolist()):
             found += [json.dumps(value, separators=pair, indent=indent).encode() for pair, indent in FORMS]
+        found.append(json.dumps(values.astype(float).reshape(SHAPE).tolist()).encode())  # 7.0, as some clients write
     for text in list(found):
         for _ in range(100):
             changed = bytearray(text)
@@ -78,7 +85,7 @@ def test_a_text_is_read_as_json_loads_reads_it(monkeypatch: pytest.MonkeyPatch, 
             assert np.array_equal(got, wanted), text
             assert got.dtype == np.uint8
             found += 1
-    assert found > 60
+    assert found > 90
 
 
 def test_a_bracket_on_the_wrong_side_of_a_number_is_refused() -> None:

@@ -43,9 +43,9 @@ class Reading:
 
     def answered(self) -> dict[str | None, float]:
         """Requests that each worker in it has answered; None: of a server that is one process."""
-        counts = {_worker(labels): 0.0 for series in self.samples.values() for labels in series}
+        counts = {dict(labels).get("worker"): 0.0 for series in self.samples.values() for labels in series}
         for labels, count in self.samples.get("vitx_requests_total", {}).items():
-            counts[_worker(labels)] += count
+            counts[dict(labels).get("worker")] += count
         return counts
 
 
@@ -169,10 +169,6 @@ def _rate(gained: float, seconds: float) -> float:
     return round(gained / seconds, 2) if seconds > 0 else 0.0
 
 
-def _worker(labels: Labels) -> str | None:
-    return dict(labels).get("worker")
-
-
 def _gained(now: Reading, before: Reading) -> Reading:
     """What every sample has grown by: of a worker that was replaced all, of one that `before` lacks nothing.
 
@@ -183,7 +179,7 @@ def _gained(now: Reading, before: Reading) -> Reading:
     for name, series in now.samples.items():
         for labels, value in series.items():
             past = before.samples.get(name, {}).get(labels, 0.0)
-            if (count := counted.get(worker := _worker(labels))) is None:
+            if (count := counted.get(worker := dict(labels).get("worker"))) is None:
                 past = value
             elif counts[worker] < count:
                 past = 0.0

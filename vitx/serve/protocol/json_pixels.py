@@ -24,6 +24,8 @@ _PIECE_BYTES = 64 * 2**10
 _DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 CUT_OUT = secrets.token_hex()  # stands for the array, and nobody can send it
+# To JSON 7.0 is 7, and clients that read pixels as numbers, such as the protocol's own for Python, write it so.
+_NOUGHTS = re.compile(rb"\.(?<=[0-9]\.)0+(?=[ \t\r\n,\]]|$)")
 _DATA = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
 
@@ -70,11 +72,11 @@ def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UIn
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    """The text in pieces that end with a comma, but for the last."""
+    """The text in pieces that end with a comma, but for the last; whole numbers without the noughts behind a point."""
     start = 0
     while start < len(text):
         stop = text.find(b",", start + _PIECE_BYTES) + 1 or len(text)
-        yield text[start:stop]
+        yield _NOUGHTS.sub(b"", text[start:stop])
         start = stop
 
 
