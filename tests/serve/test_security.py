@@ -347,7 +347,7 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="are no certificate with its key"):
             read_pem(ServeOptions(tls_cert=certificate, tls_key=wrong))
     locked = tmp_path / "locked.pem"
-    command = ["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked]
+    command = ["openssl", "pkey", "-in", str(key), "-aes128", "-passout", "pass:secret", "-out", str(locked)]
     subprocess.run(command, check=True)
     with pytest.raises(InputError, match="in PEM, unencrypted: "):  # said "[SSL] PEM lib" alone
         read_pem(ServeOptions(tls_cert=certificate, tls_key=locked))
