@@ -17,7 +17,7 @@ from vitx.parity import divergence
 from vitx.parity.diagnosis import Diagnosis, diagnose
 from vitx.parity.divergence import LayerError, NodeError, Trace, node_errors, overflow_text
 from vitx.parity.loaded_model import LoadedModel
-from vitx.parity.trace import TraceResult, _repair_text, diagnosis_note, measure_token_similarity, trace
+from vitx.parity.trace import TraceResult, _repair_text, diagnosis_note, measure_token_similarity, require_layers
 
 CLASSES = ("a", "b", "c")
 
@@ -193,7 +193,7 @@ def test_a_run_is_no_graph_to_trace() -> None:
     pair = model([[1, 2, 3]]), model([[1, 2, 3]])
     images = numbered_images([0], CLASSES)
     with pytest.raises(InputError) as caught:
-        trace(*pair, None, images, repair=False, quiet=True)
+        require_layers(*pair, images)
     assert str(caught.value) == "--trace looks into a bundle's graph: give a bundle as the candidate"
     assert measure_token_similarity(*pair, images, quiet=True) is None
 

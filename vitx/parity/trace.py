@@ -186,12 +186,11 @@ def trace(
     With `repair`, search the float32 islands that make a lower precision pass. Of a candidate that runs another file,
     such as OpenVINO's, no layer of the graph is named if the graph agrees with the reference.
 
-    Raises InputError when the candidate is no bundle, or names none of its layers.
+    The candidate is a bundle. Raises InputError when it names none of its layers.
     """
     from vitx.export.graph.dataflow import read_onnx
 
-    if candidate.bundle is None:
-        raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
+    assert candidate.bundle is not None
     graph = read_onnx(candidate.bundle.model_path)
     pixels = _pixels(images, reference.preprocessing)
     if not _runs_model(candidate) and _graph_agrees(reference, candidate, graph, images):

@@ -25,7 +25,7 @@ _DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 CUT_OUT = secrets.token_hex()  # stands for the array, and nobody can send it
 # To JSON 7.0 is 7, and clients that read pixels as numbers, such as the protocol's own for Python, write it so.
-_NOUGHTS = re.compile(rb"\.(?<=[0-9]\.)0+(?=[ \t\r\n,\]]|$)")
+_NOUGHTS = re.compile(rb"\.(?<=[0-9]\.)0++(?=[ \t\r\n,\]]|$)")
 _DATA = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
 
