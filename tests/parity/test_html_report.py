@@ -198,13 +198,6 @@ def test_one_value_lies_in_the_middle() -> None:
         assert html_report._plot(empty) == ""
 
 
-def test_five_lines_repeat_the_first_colour() -> None:
-    plot = LayerPlot("P", ["x", "y"], {f"{number}": [0, number] for number in range(5)})
-    colours = re.findall(r'stroke="(#.*?)" stroke-width', html_report._plot(plot))
-    assert len(set(colours)) == 4
-    assert colours[4] == colours[0]
-
-
 @pytest.mark.parametrize(("count", "named"), [(24, 24), (47, 47), (48, 24), (75, 25)])
 def test_some_24_layers_are_named(count: int, named: int) -> None:
     names = [f"n{index}" for index in range(count)]

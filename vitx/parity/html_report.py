@@ -129,7 +129,7 @@ def _thumbnail(images: ImageSet, row: int, preprocessing: Preprocessing) -> str:
     return data_url(buffer.getvalue())
 
 
-_COLOURS = ("#1f6feb", "#d1660a", "#2da44e", "#8250df")
+_COLOURS = ("#1f6feb", "#d1660a")  # of a plot's lines, which are two at most
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 320, 70, 20, 70
 
 
@@ -154,7 +154,7 @@ def _plot(plot: LayerPlot) -> str:
 
     parts = [_axis(plot, low, high, x, y)]
     for number, (name, line) in enumerate(scaled.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = _COLOURS[number]
         points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(line) if v is not None)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>')
         parts.append(f'<text x="{_LEFT + 8 + 250 * number}" y="{_TOP - 6}" fill="{colour}">{html.escape(name)}</text>')
