@@ -216,6 +216,8 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
     for _ in range(2):
         with pytest.raises(InputError, match=r"ledger\.sqlite was written by another version of vitx: fin.*--overw"):
             Ledger(path)
+    with pytest.raises(InputError, match="choose another folder, or remove that one$"):  # --overwrite is refused there
+        Ledger(path, Share(2, 3))
     with closing(sqlite3.connect(path)) as older:
         assert older.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("vitx_plan",)]
     with closing(Ledger(tmp_path / "new")) as newer:
@@ -226,8 +228,8 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
 
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
 def test_the_shards_of_jobs_have_numbers_of_their_own(path: Path, share: tuple[int, int], numbers: list[int]) -> None:
-    with closing(Ledger(path)) as one:
-        one.create({}, SHARDS, Share(*share))
+    with closing(Ledger(path, Share(*share))) as one:
+        one.create({}, SHARDS)
         assert [claim.id for claim in one.unfinished()] == numbers
 
 

@@ -154,7 +154,7 @@ def test_a_job_does_not_continue_a_run_without_shards(tiny_bundle: Bundle, photo
         run(tiny_bundle, photos, tmp_path, "1/2")
     for path in (tmp_path / ".vitx").iterdir():
         path.unlink()
-    with pytest.raises(InputError, match=r"holds predictions\.parquet of another run"):
+    with pytest.raises(InputError, match=r"holds predictions\.parquet of another run: .*, or remove that one$"):
         run(tiny_bundle, photos, tmp_path, "1/2")
 
 

@@ -46,12 +46,12 @@ def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
     return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
 
 
-def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None, share: Share = WHOLE) -> Run:
+def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None) -> Run:
     def take(share: Share | None) -> Inventory:
         return take_inventory(settings["input"], ledger, settings["shard_size"], share=share)
 
     given = {} if measure is None else {"measure": measure}
-    return open_run(ledger, out, settings, take, share=share, **given)
+    return open_run(ledger, out, settings, take, **given)
 
 
 def names(ledger: Ledger) -> list[str]:
@@ -243,7 +243,7 @@ def job(
 ) -> tuple[list[int], list[str]]:
     """One job of several: the numbers of its shards, and its names."""
     with opened(out, shard=None if share == WHOLE else share, overwrite=overwrite) as ledger:
-        opened_run(ledger, out, settings_of(images, **changes), share=share)
+        opened_run(ledger, out, settings_of(images, **changes))
         return [claim.id for claim in ledger.unfinished()], names(ledger)
 
 

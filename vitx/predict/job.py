@@ -99,7 +99,7 @@ def predict(
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
         take = partial(take_inventory, where, ledger, options.shard_size, columns)
-        run = open_run(ledger, out, settings, take, partial(measure, ledger), options.share)
+        run = open_run(ledger, out, settings, take, partial(measure, ledger))
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
         if options.retry_errors and options.key is not None:  # files that could not be read when they were listed

@@ -111,12 +111,12 @@ class Claim:
 class Ledger:
     """A run's ledger at `path`, on a local file system: SQLite's write-ahead log uses shared memory.
 
-    For all threads. Raises InputError for a file of another version of vitx; what writes raises EnvironmentMissing if
-    another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
+    For all threads. share: whose the run is. Raises InputError for a file of another version of vitx; what writes
+    raises EnvironmentMissing if another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, path: Path, share: Share = WHOLE) -> None:
+        self._lock, self.share = threading.RLock(), share
         self._connect(path)
 
     def _connect(self, path: Path) -> None:
@@ -145,7 +145,7 @@ class Ledger:
             if self._rows("SELECT 1 FROM sqlite_master"):
                 raise InputError(
                     f"the ledger {self.path} was written by another version of vitx: finish the run with that one, "
-                    "choose another folder, or pass --overwrite"
+                    f"choose another folder, or {self.share.anew}"
                 )
             for statement in _SCHEMA.split(";"):
                 run(statement)
@@ -231,10 +231,10 @@ class Ledger:
         finally:
             path.unlink(missing_ok=True)
 
-    def create(self, description: dict[str, Any], shards: Iterable[Shard], share: Share = WHOLE) -> None:
-        """share: whose the shards are; those of each have numbers of their own."""
+    def create(self, description: dict[str, Any], shards: Iterable[Shard]) -> None:
+        """The shards of each share have numbers of their own."""
         with self._writing() as run:
-            self._insert(shards, share.number, share.jobs)
+            self._insert(shards, self.share.number, self.share.jobs)
             text = json.dumps(description)
             run("INSERT INTO run VALUES (?, ?)", (text, self._seal(text)))
 

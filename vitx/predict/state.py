@@ -59,7 +59,7 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
             if not options.overwrite:
                 _refuse_others(out, share)
             _remove_leftovers(out, state, share)  # of a process that was killed
-            with closing(Ledger(state / (NEW_LEDGER if options.overwrite else LEDGER))) as ledger:
+            with closing(Ledger(state / (NEW_LEDGER if options.overwrite else LEDGER), share)) as ledger:
                 listed = True
                 try:
                     yield ledger
@@ -108,7 +108,7 @@ def _refuse_others(out: Path, share: Share) -> None:
             + ("continue it with --shard" if cut else "continue it without")
         )
     if holds and not ours:
-        raise InputError(f"'{out}' holds {PREDICTIONS} of another run: choose another folder, or pass --overwrite")
+        raise InputError(f"'{out}' holds {PREDICTIONS} of another run: choose another folder, or {share.anew}")
 
 
 def _hold_jobs(out: Path, held: ExitStack) -> None:
@@ -160,7 +160,6 @@ def open_run(
     settings: dict[str, Any],
     take: Callable[[Share | None], Inventory],
     measure: Callable[[Inventory], dict[str, Any]] = lambda inventory: {},
-    share: Share = WHOLE,
 ) -> Run:
     """Create the run, with --overwrite in the place of the old one, or go on with it.
 
@@ -168,7 +167,7 @@ def open_run(
     then; what it returns is kept. Raises InputError when the run or the other jobs of a --shard have other settings, or
     found another input.
     """
-    source, settings = settings["input"], settings | {"input": without_user(settings["input"])}
+    source, settings, share = settings["input"], settings | {"input": without_user(settings["input"])}, ledger.share
     if created := not ledger.description():
         common = settings | {"shards": share.jobs}
         if share != WHOLE:  # before the listing, which may take an hour
@@ -180,7 +179,7 @@ def open_run(
         found = {name: getattr(taken, name) for name in ("digest", "source", "unread")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         described = settings | found | {"measured": measured}
-        ledger.create(described, taken.shards, share)
+        ledger.create(described, taken.shards)
         if ledger.path.name == NEW_LEDGER:
             _replace_old(out, ledger)
     make_folder(out / PREDICTIONS)  # also where someone removed it

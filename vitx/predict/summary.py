@@ -12,7 +12,7 @@ from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import escape_invalid_utf8, shown
 from vitx.predict.ledger import Ledger
-from vitx.predict.options import Share
+from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Performance
 from vitx.predict.pipeline.stages import busiest
@@ -89,12 +89,13 @@ class PredictionSummary(Record):
 
     def check_errors(self, max_error_rate: float) -> None:
         """Raise CheckFailed unless complete, and if a larger share of images is unreadable than `max_error_rate`."""
+        share = WHOLE if self.shard is None else Share(*map(int, self.shard.split("/")))
         for source, counts in self.sources.items():
             if counts.missing:
                 raise CheckFailed(
                     f"not complete: of {counts.listed} names listed ({source}) {counts.predicted} were predicted, "
                     f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the ledger in "
-                    ".vitx was changed meanwhile: choose another folder, or pass --overwrite"
+                    f".vitx was changed meanwhile: choose another folder, or {share.anew}"
                 )
         if self.images and self.errors / self.images > max_error_rate:
             raise CheckFailed(
