@@ -13,6 +13,7 @@ from fsspec import AbstractFileSystem
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
+from vitx.predict.inputs.inventory import base_of
 from vitx.predict.inputs.stores import (
     absolute,
     expand,
@@ -306,3 +307,49 @@ def test_a_pattern_leaves_no_folder_out_without_a_word() -> None:
         read_bytes(shut)
     assert list(expand("walked://in/open/*.png")) == ["walked://in/open/b.png"]
     assert list(expand("walked://in/*.png")) == ["walked://in/a.png"]
+
+
+class Hosted(AbstractFileSystem):  # type: ignore[misc]
+    """One image on one host, of which its paths say nothing, as those of FTP and HDFS; Azure's begin with what is
+    before the @."""
+
+    protocol = ("hosted", "held")
+    cachable = False
+
+    def __init__(self, host: str, password: str | None = None) -> None:
+        super().__init__()
+        assert (host, password) in (("h:21", "s3cr3t"), ("account", None))
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        scheme, found, rest = path.partition("://")
+        host, _, below = rest.partition("/")
+        container = host.partition("@")[0] if scheme == "held" else ""
+        return f"{container}/{below}".rstrip("/") if found else path
+
+    @staticmethod
+    def _get_kwargs_from_urls(url: str) -> dict[str, Any]:
+        user, at, host = url.partition("://")[2].partition("/")[0].rpartition("@")
+        given = {"password": user.partition(":")[2]} if ":" in user else {}
+        return given | ({"host": host} if at else {})
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        return [{"name": f"{path}/{name}", "type": "file", "size": 1} for name in ("a.png", "b.txt")]
+
+    def cat_file(self, path: str, **_: Any) -> bytes:
+        return path.encode()
+
+
+@pytest.mark.parametrize(
+    ("folder", "told", "path"),
+    [
+        ("hosted://bob:s3cr3t@h:21/in", "hosted://bob@h:21/in", "/in/a.png"),
+        ("held://container@account/in", "held://container@account/in", "container/in/a.png"),
+    ],
+)
+def test_a_pattern_names_images_with_their_host(folder: str, told: str, path: str) -> None:
+    """A store's own way to write a path leaves it out, and no image could be read."""
+    fsspec.register_implementation("hosted", Hosted, clobber=True)
+    fsspec.register_implementation("held", Hosted, clobber=True)
+    assert list(expand(f"{folder}/*.png")) == [f"{told}/a.png"]
+    assert read_bytes(join(base_of(f"{folder}/*.png", "pattern"), f"{told}/a.png")) == path.encode()

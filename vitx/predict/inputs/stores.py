@@ -35,6 +35,7 @@ _ESCAPED = re.compile(r"\[([*?[])\]")
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 # Over HTTP: the scheme, who asks, and the host. Of other URLs the user may be a part of the place.
 _USER, _PASSWORD = re.compile(r"(https?://)([^/\s]*@)([^/]*)"), re.compile(r"(://[^/\s:@]*):[^/\s]*@")
+_HOST_WITH_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@[^/]*", re.IGNORECASE)
 
 
 class Gone(ImageError):
@@ -52,15 +53,15 @@ def join(base: str, name: str) -> str:
     """
     # os.path.isabs would take longer than reading the list, so only Windows calls it.
     if not base or is_url(name) or name.startswith("/") or (os.name == "nt" and os.path.isabs(name)):
-        found = _USER.match(base) if "@" in base else None
-        same = found is not None and f"{name}/".startswith(f"{found[1]}{found[3]}/")
-        return f"{found[0]}{name.removeprefix(found[1] + found[3])}" if found and same else name
+        host = host_of(base) if "@" in base else ""
+        told = without_user(host)
+        return f"{host}{name.removeprefix(told)}" if host and f"{name}/".startswith(f"{told}/") else name
     return f"{base.rstrip('/')}/{name}"
 
 
 def host_of(url: str) -> str:
     """With its user and password, for `join`; empty if the URL has none."""
-    found = _USER.match(url)
+    found = _HOST_WITH_USER.match(url)
     return found[0] if found else ""
 
 
@@ -138,7 +139,8 @@ def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = Fals
     system, top = _opened(root)
     for name, entry in _entries(system, top):
         # What lies below an empty name has none that `join` could put below the root.
-        given = _location(system, f"{top}/{name}") if "//" in f"/{name}" else name
+        odd = "//" in f"/{name}"
+        given = _location(system, f"{top}/{name}", _lost_host(system, top, root)) if odd else name
         if isinstance(entry, Exception):
             entry = {}
         elif is_hidden(name) or not is_image_name(name):
@@ -171,6 +173,7 @@ def expand(pattern: str) -> Iterator[str]:
     """Yield the locations that a glob pattern matches, and folders that cannot be listed, as `walk_images`."""
     # Two stars are special between slashes only.
     system, path = _opened(re.sub(r"(?<![/*])\*\*+|\*\*+(?![/*]|$)", "*", pattern))
+    host = _lost_host(system, path, pattern)
     parts = path.split("/")
     plain = list(takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts[:-1]))
     fixed, parts = _ESCAPED.sub(r"\1", "/".join(plain)), parts[len(plain) :]
@@ -182,12 +185,12 @@ def expand(pattern: str) -> Iterator[str]:
     if system is not None and _finds_prefixes(system):
         # A glob leaves out keys below an empty name; but without ** it does not list what is below.
         question, where = ("find", fixed) if "**" in parts else ("glob", path)
-        matched = (_look(_location(system, where), question, detail=True) or {}).items()
+        matched = (_look(join(host_of(pattern), _location(system, where, host)), question, detail=True) or {}).items()
         there = ((name, entry) for name, entry in matched if name.startswith(f"{fixed}/"))
         found = ((name[len(fixed) + 1 :], entry) for name, entry in there if entry["type"] != "directory")
     for name, entry in found:
         if isinstance(entry, Exception) or (_match(name.split("/"), parts) and not is_hidden(name)):
-            yield _location(system, f"{fixed}/{name}")
+            yield _location(system, f"{fixed}/{name}", host)
 
 
 def _match(names: list[str], parts: list[str], *, beginning: bool = False) -> bool:
@@ -210,8 +213,21 @@ def _opened(location: str) -> tuple[Any, str]:
     return system, path.rstrip("/")
 
 
-def _location(system: Any, path: str) -> str:
-    return path if system is None else without_user(str(system.unstrip_protocol(path)))
+def _lost_host(system: Any, path: str, url: str) -> str:
+    """Scheme and host of a URL if its store's own way to write a `path` leaves the host out, as FTP, HDFS, Azure do."""
+    if system is None:
+        return ""
+    told = system._get_kwargs_from_urls
+    return "" if told(system.unstrip_protocol(path)) == told(url) else "/".join(url.split("/", 3)[:3])
+
+
+def _location(system: Any, path: str, host: str = "") -> str:
+    """host: see `_lost_host`; of Azure it names the container too, `abfs://CONTAINER@ACCOUNT`, as the path does."""
+    if system is None:
+        return path
+    container = host.partition("://")[2].partition("@")[0]
+    below = path.removeprefix(f"{container}/").lstrip("/")
+    return without_user(f"{host}/{below}" if host else str(system.unstrip_protocol(path)))
 
 
 def is_folder(location: str) -> bool:
