@@ -345,6 +345,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--preemptions-per-hour", type=float, default=0.0, help="of a node")
     parser.add_argument("--node-price", type=float, help="of an hour, in any currency")
     options = parser.parse_args()
+    for name, given in vars(options).items():
+        may_be_none = name in ("node_devices", "preemptions_per_hour")
+        if type(given) in (int, float) and not (0 < given < math.inf or (may_be_none and given == 0)):
+            wanted = "from 0 on" if may_be_none else "above 0"
+            parser.error(f"--{name.replace('_', '-')} {given:g}: expected a number {wanted}")
     if options.plan and options.results is None:
         parser.error("--plan needs --results FILE, which --measure --json FILE writes")
     if (options.device_images_per_second is None) != (options.node_devices == 0):

@@ -70,3 +70,23 @@ def test_a_plan_needs_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         with pytest.raises(SystemExit):
             arguments()
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "wanted"),
+    [
+        ("--images-per-day", "0", "above 0"),
+        ("--shard-size", "-1", "above 0"),
+        ("--node-cores", "0", "above 0"),
+        ("--node-gbit", "nan", "above 0"),
+        ("--images-per-day", "inf", "above 0"),
+        ("--node-devices", "-2", "from 0 on"),
+        ("--preemptions-per-hour", "-0.5", "from 0 on"),
+    ],
+)
+def test_a_number_that_none_can_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, given: str, wanted: str
+) -> None:
+    with pytest.raises(SystemExit, match="^2$"):
+        planned(monkeypatch, option, given)
+    assert f"{option} {given}: expected a number {wanted}" in capsys.readouterr().err

@@ -191,12 +191,8 @@ class _Meter:
         preprocessing = bundle.manifest.preprocessing
         if image is not None:
             sessions = {name: DecodingSession(session, preprocessing, image) for name, session in sessions.items()}
-        shape = image_shape(bundle)
         self.sessions = sessions
-        self._times = {
-            name: session_lanes({name: session}, random_images(sizes[-1], shape), sizes)
-            for name, session in sessions.items()
-        }
+        self._times = session_lanes(sessions, random_images(sizes[-1], image_shape(bundle)), sizes)
         self.cost = count_cost(bundle)
         self._device = {name: device_of(session.describe()) for name, session in sessions.items()}
         threads = max(_threads(session.describe()) for session in sessions.values())
@@ -210,7 +206,7 @@ class _Meter:
 
     @property
     def lanes(self) -> list[Lane]:
-        return [lane for lanes in self._times.values() for lane in lanes.values()]
+        return list(self._times.values())
 
     @property
     def probes(self) -> list[Probe]:
@@ -231,11 +227,11 @@ class _Meter:
         )
 
     def point(self, name: str, size: int) -> LatencyPoint:
-        lane, roofs, empty = self._times[name][name, size], self._device_probes[self._device[name]], self._empty[name]
+        lane, roofs, empty = self._times[name, size], self._device_probes[self._device[name]], self._empty[name]
         moved = self.cost.weight_bytes + size * self.cost.activation_bytes
         limit = name_limit(
             lane.median,
-            fixed=fixed_seconds({other: lane.median for (_, other), lane in self._times[name].items()}),
+            fixed=fixed_seconds({other: one.median for (owner, other), one in self._times.items() if owner == name}),
             call=empty.median if empty else 0.0,
             decode=size * self._decode.median if self._decode else 0.0,
             cost=self.cost,

@@ -1,4 +1,4 @@
-"""Energy of the first NVIDIA GPU, from the counter that NVML reads. Not run on a GPU yet."""
+"""Energy of the first NVIDIA GPU, from the counter that NVML reads."""
 
 from collections.abc import Callable
 

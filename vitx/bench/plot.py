@@ -7,7 +7,7 @@ from pathlib import Path
 from vitx.core.errors import InputError, missing_package
 from vitx.core.files import check_file, make_folder
 from vitx.core.latency import Latency
-from vitx.core.panels import as_text
+from vitx.core.panels import as_text, panels
 
 FORMATS = (".png", ".svg")
 # Curves differ in line and marker as well as in their grey, so that a black-and-white print can be read.
@@ -26,13 +26,9 @@ def check_plot(path: Path) -> None:
 
 def save_plot(title: str, latencies: Mapping[str, Latency], path: Path) -> None:
     """Write the picture; the whiskers reach from the median to the 95th percentile."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, width=7, height=4.5)
     for index, (name, latency) in enumerate(latencies.items()):
         line, marker = _STYLES[index % len(_STYLES)]
         grey = str(0.55 * index / max(1, len(latencies) - 1))

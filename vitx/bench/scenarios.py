@@ -47,7 +47,6 @@ class ScenarioSettings:
     batching: Batching
     seconds: float
     p99: float
-    seed: int = 0
 
 
 def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
@@ -64,12 +63,11 @@ def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings:
 
 def parse_scenarios(text: str) -> tuple[Scenario, ...]:
     """'offline,server' → the scenarios, in the order of SCENARIOS; raise InputError for an unknown name."""
-    known = {name: name for name in SCENARIOS}
     names = [part.strip() for part in text.split(",")]
     for name in names:
-        if name not in known:
+        if name not in SCENARIOS:
             raise unknown_name("scenario", name, SCENARIOS)
-    return tuple(known[name] for name in SCENARIOS if name in names)
+    return tuple(name for name in SCENARIOS if name in names)
 
 
 def offline(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
@@ -141,7 +139,7 @@ def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Scen
 
 def run_at_rate(infer: Infer, images: UInt8Array, rate: float, settings: ScenarioSettings) -> OpenLoopRun:
     """One open-loop run at `rate` images a second."""
-    arrivals = poisson_arrivals(rate, settings.seconds, settings.seed)
+    arrivals = poisson_arrivals(rate, settings.seconds)
     return run_open_loop(infer, images, list(map(float, np.asarray(arrivals))), settings.batching)
 
 

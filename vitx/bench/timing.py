@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vitx.core.console import log, progress
 
 TURN_SECONDS = 0.1
@@ -127,11 +129,4 @@ def take_turns(lanes: Sequence[Lane], seconds: float, probes: Sequence[Probe] = 
 
 def percentiles(times: Sequence[float], shares: Sequence[float]) -> Mapping[float, float]:
     """The percentiles at `shares`, between 0 and 1, linear between neighbouring times; keyed by share."""
-    ordered = sorted(times)
-    found = {}
-    for share in shares:
-        position = share * (len(ordered) - 1)
-        low = int(position)
-        high = min(low + 1, len(ordered) - 1)
-        found[share] = ordered[low] + (position - low) * (ordered[high] - ordered[low])
-    return found
+    return dict(zip(shares, np.quantile(times, shares).tolist(), strict=True))

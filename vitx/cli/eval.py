@@ -22,7 +22,7 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Top-1, NLL, calibration (ECE) and Brier score: a run through torch, a bundle through ONNX Runtime by default."""
-    from vitx.core.console import print_fields, print_json
+    from vitx.core.console import print_result
     from vitx.parity.evaluate import evaluate_path
 
     result = evaluate_path(
@@ -35,7 +35,4 @@ def command(
         skip_bad=skip_bad,
         quiet=quiet,
     )
-    if as_json:
-        print_json(result.model_dump(mode="json"))
-    else:
-        print_fields(f"evaluation of {model}", result.model_dump())
+    print_result(f"evaluation of {model}", result.model_dump(), as_json=as_json)

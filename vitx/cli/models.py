@@ -1,6 +1,5 @@
 """`vitx models`: the networks vitx registers with timm, one of them in full, and published checkpoints converted."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,10 +48,7 @@ def _list(*, as_json: bool) -> None:
 
 def _zoo() -> list[dict[str, Any]]:
     """The table in the package, read without importing the networks, so that the list needs no PyTorch."""
-    package = importlib.util.find_spec("vitx.models")
-    assert package is not None
-    assert package.origin is not None
-    table: list[dict[str, Any]] = json.loads((Path(package.origin).parent / "zoo.json").read_bytes())
+    table: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "models" / "zoo.json").read_bytes())
     return table
 
 

@@ -42,8 +42,7 @@ def _skipped(summary: "PredictionSummary") -> str:
     from vitx.core.console import counted
 
     skipped = summary.skipped_names
-    count = sum(skipped.by_suffix.values())
-    return f"{counted(count, 'name')} of no image, such as {', '.join(skipped.first)}" if count else "0"
+    return f"{counted(skipped.count, 'name')} of no image, such as {', '.join(skipped.first)}" if skipped.count else "0"
 
 
 def _print(summary: "PredictionSummary", out: str) -> None:
