@@ -6,6 +6,7 @@ How it is measured and what the numbers mean: docs/benchmarks.md.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,14 +132,10 @@ def session_lanes(
         name: gpu_energy() if device_of(session.describe()) != "cpu" else None for name, session in sessions.items()
     }
     return {
-        (name, size): Lane(f"{name} batch {size}".strip(), _call(session, images[:size]), energy[name])
+        (name, size): Lane(f"{name} batch {size}".strip(), partial(session.infer, images[:size]), energy[name])
         for name, session in sessions.items()
         for size in sizes
     }
-
-
-def _call(session: Session, batch: UInt8Array) -> Callable[[], object]:
-    return lambda: session.infer(batch)
 
 
 def device_of(description: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.latency import Tuning
 from vitx.core.machine import describe_machine, usable_cores
+from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, tuned_setting
@@ -160,7 +161,10 @@ class BenchRequest:
         if not path.is_file():
             raise InputError(f"no image at '{path}'")
         data = path.read_bytes()
-        self.bundle.manifest.preprocessing.from_bytes(data)
+        try:
+            self.bundle.manifest.preprocessing.from_bytes(data)
+        except ImageError as error:
+            raise InputError(f"--image '{path}': {error}") from None
         return data
 
     def _only(self, option: str) -> str:
