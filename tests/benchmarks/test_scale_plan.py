@@ -87,6 +87,6 @@ def test_a_plan_needs_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_number_that_none_can_be_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, given: str, wanted: str
 ) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         planned(monkeypatch, option, given)
     assert f"{option} {given}: expected a number {wanted}" in capsys.readouterr().err

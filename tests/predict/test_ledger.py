@@ -216,7 +216,7 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
     for _ in range(2):
         with pytest.raises(InputError, match=r"ledger\.sqlite was written by another version of vitx: fin.*--overw"):
             Ledger(path)
-    with pytest.raises(InputError, match="choose another folder, or remove that one$"):  # --overwrite is refused there
+    with pytest.raises(InputError, match=r"choose another folder, or remove that one$"):  # --overwrite is refused there
         Ledger(path, Share(2, 3))
     with closing(sqlite3.connect(path)) as older:
         assert older.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("vitx_plan",)]
