@@ -65,13 +65,13 @@ def check_arrivals(rate: float, seconds: float) -> float:
     return expected
 
 
-def poisson_arrivals(rate: float, seconds: float, seed: int = 0) -> npt.NDArray[np.float64]:
+def poisson_arrivals(rate: float, seconds: float) -> npt.NDArray[np.float64]:
     """Seconds at which requests arrive: gaps are exponential with mean 1/rate; sorted, all below `seconds`.
 
-    Raises what `check_arrivals` raises.
+    The same at every call. Raises what `check_arrivals` raises.
     """
     expected = check_arrivals(rate, seconds)
-    gaps = np.random.default_rng(seed).exponential(1 / rate, int(expected + 10 * expected**0.5 + 10))
+    gaps = np.random.default_rng(0).exponential(1 / rate, int(expected + 10 * expected**0.5 + 10))
     arrivals: npt.NDArray[np.float64] = np.cumsum(gaps)
     return arrivals[arrivals < seconds]
 

@@ -36,7 +36,7 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable imag
 Data = Annotated[str | None, typer.Option("--data", help=shared.DATA_HELP, callback=not_empty)]
 Which = Annotated[shared.Checkpoint, typer.Option("--checkpoint", help=shared.CHECKPOINT_HELP)]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help=shared.DEVICE_HELP)]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help=shared.THREADS_HELP)]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, max=shared.MAX_THREADS, help=shared.THREADS_HELP)]
 LOCAL_RAY = "local"
 _RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")
 
