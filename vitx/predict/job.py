@@ -134,7 +134,7 @@ def predict(
             columns=copied,
             read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
             decode_threads=options.decode_threads or usable_cores(),
-            has_single_files=any(claim.shard.kind == "images" for claim in ledger.shards()),
+            has_single_files=any(ledger.shards("kind = 'images'")),
             certified=certified,
             footer=footer,
         )
