@@ -163,6 +163,20 @@ def test_a_process_of_torchrun_has_a_gpu_of_its_own(
     assert chosen == ([torch.device(device)] if ":" in device else [])
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (64, 2)])
+def test_torch_takes_no_more_threads_than_the_cores_of_its_container(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr("vitx.models.device.usable_cores", lambda: cores)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        choose_device("cpu")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device() == torch.device("cpu")
