@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ import vitx.models  # noqa: F401  # registers the networks
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from vitx.models.attention_maps import attention_maps
-from vitx.train.losses.attention_similarity import attention_similarity_loss
+from vitx.models.similarity import map_similarity
 
 TARGET = 1e-6
 WEIGHT, PAIRS, CLASSES = 0.1, 2, 10
@@ -79,7 +80,8 @@ def differences(mine: str, theirs: Any, criterion: Any, pixels: int) -> dict[str
     labels = torch.rand(2, CLASSES, dtype=torch.float64).softmax(dim=1)
     expected, expected_maps = other(images)
     found, maps = ours(model, images)
-    regulariser = attention_similarity_loss(maps, over="heads", pairs=PAIRS)
+    compared = list(pairwise(maps))[:PAIRS]
+    regulariser = torch.stack([map_similarity(first, second, "heads") for first, second in compared]).mean()
     loss = functional.cross_entropy(found, labels) + WEIGHT * regulariser
     expected_loss = criterion(expected, labels, expected_maps)
     alone = (expected_loss - functional.cross_entropy(expected, labels)) / WEIGHT

@@ -1,10 +1,14 @@
 """Inputs of the reference numbers of docs/maths.md, which need no random generator; and random weights for networks."""
 
 import math
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from vitx.models.similarity import Over, map_similarity
 
 # docs/maths.md §5.2: p and y of the reference numbers of calibration.
 PROBABILITIES = np.array(
@@ -24,6 +28,11 @@ def seq(k: float, *shape: int) -> Tensor:
     """`sin(0.7·i + k)`, i row-major from 0, float64."""
     index = torch.arange(math.prod(shape), dtype=torch.float64)
     return torch.sin(0.7 * index + k).reshape(shape)
+
+
+def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", pairs: int = 0) -> Tensor:
+    """DeepViT's regulariser of maps (B, H, N, N) that are all in memory, of the first `pairs` adjacent ones (0: all)."""
+    return torch.stack([map_similarity(*pair, over) for pair in pairwise(maps)][: pairs or None]).mean()
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:

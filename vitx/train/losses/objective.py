@@ -61,11 +61,12 @@ def patch_grid(model: nn.Module) -> PatchGrid | None:
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
     """Refuse a network that cannot compute the recipe's losses; raise InputError naming the setting to change."""
-    losses = recipe.losses
+    losses, no_boxes = recipe.losses, bool(recipe.cutmix.probability) and patch_grid(model) is None
     if losses.need_tokens and not isinstance(model, VisionTransformer):
         raise InputError(
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
-            "losses.cosine=0, losses.contrastive=0 and losses.mixing=0, or choose a model of `vitx models`"
+            f"losses.cosine=0, losses.contrastive=0 and losses.mixing=0{', and cutmix.probability=0' * no_boxes}, or "
+            "choose a model of `vitx models`"
         )
     if losses.need_tokens and not isinstance(getattr(model, "patch_drop", nn.Identity()), nn.Identity):
         raise InputError(
@@ -89,7 +90,7 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
                 "execution.parallel=fsdp does not go with losses.attention of softmax maps of talking heads: set "
                 "losses.attention_maps=mixed, or execution.parallel=ddp"
             )
-    if recipe.cutmix.probability and patch_grid(model) is None:
+    if no_boxes:
         raise InputError(f"model '{recipe.model.name}' has no square patch grid for CutMix: set cutmix.probability=0")
 
 
