@@ -65,11 +65,12 @@ def test_a_sheet_is_nearly_square(tmp_path: Path, count: int, size: tuple[int, i
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 def test_a_disk_that_takes_no_more_is_told_with_the_way_to_go_on(tmp_path: Path, number: int) -> None:
-    remedy = "raise the limit of a file's size (ulimit -f)" if number == errno.EFBIG else "make room"
+    remedies = {errno.EFBIG: "raise the limit of a file's size (ulimit -f)", errno.EROFS: "mount it for writing"}
+    remedy = remedies.get(number, "make room")
     with pytest.raises(EnvironmentMissing) as error, explain_full_disk(RunFolder(tmp_path)):
         raise OSError(number, "no more", "/disk/model.safetensors")
     assert str(error.value) == (
-        f"cannot write '/disk/model.safetensors': no more; '{tmp_path}' keeps its last checkpoint: {remedy}, then "
+        f"cannot write '/disk/model.safetensors': no more; '{tmp_path}' keeps what was saved: {remedy}, then "
         "go on with --resume"
     )
     with pytest.raises(EnvironmentMissing, match=r"^cannot write: no more; "), explain_full_disk(RunFolder(tmp_path)):
@@ -104,7 +105,7 @@ def test_a_process_that_died_is_told(
         raise error
     if explained:
         assert str(found.value) == (
-            f"another process has died or cannot be reached: '{tmp_path}' keeps its last checkpoint, go on with "
+            f"another process has died or cannot be reached: '{tmp_path}' keeps what was saved, go on with "
             f"--resume, with any number of processes ({str(error).splitlines()[0][:200]})"
         )
     else:

@@ -232,7 +232,7 @@ def test_a_loss_that_is_not_finite_names_its_first_batch(monkeypatch: pytest.Mon
         trainer._check_finite(3)
     assert str(failed.value) == (
         "the loss or its gradient is not finite at batch 2 in epoch 3: lower optimizer.lr (0.004) or optimizer.clip "
-        "(2); its images are in 'RUN/failed', and the last checkpoint is kept"
+        "(2); its images are in 'RUN/failed', and what was saved before is kept"
     )
     assert saved == [(trainer.run, trainer.data, 3, 2)]
     trainer.processes = Two(1, rank=1)

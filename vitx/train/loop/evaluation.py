@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -82,8 +82,8 @@ def check_finite_evaluation(epoch: int, values: Evaluation) -> None:
     """Raise CheckFailed for a network whose logits are not finite: its steps may have been, up to the last."""
     if not math.isfinite(values.nll):
         raise CheckFailed(
-            f"the network's predictions after epoch {epoch} are not finite: lower optimizer.lr; the last checkpoint is "
-            "kept"
+            f"the network's predictions after epoch {epoch} are not finite: lower optimizer.lr; what was saved before "
+            "is kept"
         )
 
 
@@ -94,9 +94,7 @@ def _images_of_process(images: ImageSet, processes: Processes) -> ImageSet:
         raise InputError(
             f"{len(images)} images to evaluate are fewer than the {processes.count} processes: start fewer"
         )
-    own = processes.indices(len(images))
-    keys = tuple(images.keys[index] for index in own)
-    return replace(images, keys=keys, labels=images.labels[own], read=lambda index: images.read(int(own[index])))
+    return images.subset(processes.indices(len(images)))
 
 
 def _weighted_means(means: list[dict[str, float]], weights: list[int]) -> list[float]:

@@ -38,10 +38,10 @@ def explain_full_disk(run: RunFolder) -> Iterator[None]:
         if error.errno not in FULL_DISK:
             raise
         where = f" '{error.filename}'" if error.filename else ""
-        remedy = TOO_LARGE if error.errno == errno.EFBIG else "make room"
+        remedies = {errno.EFBIG: TOO_LARGE, errno.EROFS: "mount it for writing"}
         raise EnvironmentMissing(
-            f"cannot write{where}: {error.strerror}; '{run.path}' keeps its last checkpoint: {remedy}, then "
-            "go on with --resume"
+            f"cannot write{where}: {error.strerror}; '{run.path}' keeps what was saved: "
+            f"{remedies.get(error.errno, 'make room')}, then go on with --resume"
         ) from None
 
 
@@ -53,13 +53,13 @@ def explain_lost_process(run: RunFolder) -> Iterator[None]:
     except RuntimeError as error:
         if str(error).startswith("DataLoader worker"):
             raise EnvironmentMissing(
-                f"a process that prepares images was killed, perhaps for want of memory: '{run.path}' keeps its last "
-                "checkpoint; lower workers or batch_size, and go on with --resume"
+                f"a process that prepares images was killed, perhaps for want of memory: '{run.path}' keeps what was "
+                "saved; lower workers or batch_size, and go on with --resume"
             ) from None
         # gloo raises a plain RuntimeError that names its source file.
         if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise EnvironmentMissing(
-            f"another process has died or cannot be reached: '{run.path}' keeps its last checkpoint, go on with "
+            f"another process has died or cannot be reached: '{run.path}' keeps what was saved, go on with "
             f"--resume, with any number of processes ({str(error).splitlines()[0][:200]})"
         ) from None

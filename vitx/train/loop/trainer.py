@@ -459,7 +459,7 @@ class Trainer:
         raise CheckFailed(
             f"the loss or its gradient is not finite at batch {found} in epoch {epoch}: lower optimizer.lr "
             f"({settings.lr:g}) or {'' if settings.clip else 'set '}optimizer.clip ({settings.clip:g}); its images are "
-            f"in '{where}', and the last checkpoint is kept"
+            f"in '{where}', and what was saved before is kept"
         )
 
     def _save(self) -> None:

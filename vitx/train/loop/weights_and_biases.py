@@ -27,9 +27,8 @@ def wandb_writer(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Ca
     """Yield a function that logs the metrics of an epoch; a resumed run continues the same run there.
 
     The package's own settings decide whether anything is sent: WANDB_MODE=offline writes to the disk alone. Raises
-    EnvironmentMissing when the package is not installed, or refuses, such as without a key.
+    EnvironmentMissing when the package refuses, such as without a key.
     """
-    require_wandb(project)
     import wandb  # type: ignore[import-not-found, unused-ignore]  # installed only by those who want it
 
     path = run / ID_FILE
