@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lease_steps.step_report import Report
 from support.gpu_timing import SETS, Call, timed
-from vitx.models.flash.reattention import Mixes, plain_reattention, reattention
+from vitx.models.flash.reattention import Mixes, flash_reattention, plain_reattention
 
 Shape = tuple[int, int, int, int]  # B, H, N, K
 
@@ -43,7 +43,7 @@ def both_passes(shape: Shape, dtype: torch.dtype, device: str) -> tuple[Tensor, 
     qkv, drawn = operands(shape, dtype, device)
     inputs = [part.detach().requires_grad_() for part in (*qkv, drawn.weight)]
     q, k, v, weight = inputs
-    out = reattention(q, k, v, Mixes(weight, drawn.bias), shape[-1] ** -0.5, impl="flash")
+    out = flash_reattention(q, k, v, Mixes(weight, drawn.bias), shape[-1] ** -0.5)
     grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
     if device == "cuda":
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ class Operation:
 
     def flash(self, number: int) -> Tensor:
         q, k, v = self.qkv[number]
-        return reattention(q, k, v, self.mixes, self.scale, impl="flash")
+        return flash_reattention(q, k, v, self.mixes, self.scale)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -88,7 +88,7 @@ class Operation:
         return [part.detach().requires_grad_() for part in (self.mixes.weight, self.mixes.bias)]
 
     def flash_form(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, scale: float) -> Tensor:
-        return reattention(q, k, v, Mixes(weight, bias), scale, impl="flash")
+        return flash_reattention(q, k, v, Mixes(weight, bias), scale)
 
     def both(self, function: Callable[..., Tensor], mixes: list[Tensor]) -> Call:
         """Forward and backward, the gradients of the mixes included."""

@@ -29,7 +29,7 @@ from lease_steps.tile_sweep import compile_sweep, other_sweep, tiles_sweep
 from support.gpu_timing import SETS, first_line, milliseconds
 from support.triton_interpreter import patch_interpreter
 from vitx.core.machine import installed_versions
-from vitx.models.flash.reattention import INTERPRETED, Mixes, plain_reattention, reattention
+from vitx.models.flash.reattention import INTERPRETED, Mixes, flash_reattention, plain_reattention
 
 # A shape and a dtype.
 Job = tuple[Shape, str]
@@ -130,7 +130,7 @@ def errors_of(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float]
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     exact_grads = torch.autograd.grad(expected, exact, weight.double())
     poison(device)
-    out = reattention(inputs[0], inputs[1], inputs[2], Mixes(inputs[3], inputs[4]), scale, impl="flash")
+    out = flash_reattention(inputs[0], inputs[1], inputs[2], Mixes(inputs[3], inputs[4]), scale)
     grads = torch.autograd.grad(out, inputs, weight)
     names = ("output", "q", "k", "v", "mix", "bias")
     pairs = zip(names, (out, *grads), (expected, *exact_grads), strict=True)

@@ -207,18 +207,14 @@ class ReAttention(HeadMixAttention):
         dim: int,
         num_heads: int,
         *,
-        qkv_bias: bool = True,
         norm: HeadNorm = "batch",
         init: MixInit = "random",
         reatten_scale: float = 1.0,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
         device: Any = None,
         dtype: Any = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, device=device, dtype=dtype
-        )
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if norm not in ("batch", "layer", "none"):
             raise InputError(f"norm '{norm}' of Re-Attention: expected batch, layer or none")
         self.norm = norm
@@ -301,17 +297,13 @@ class TalkingHeadsAttention(HeadMixAttention):
         dim: int,
         num_heads: int,
         *,
-        qkv_bias: bool = True,
         mix_bias: bool = False,
         init: MixInit = "random",
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
         device: Any = None,
         dtype: Any = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, device=device, dtype=dtype
-        )
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.init: MixInit = init
         self.proj_pre = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
         self.proj_post = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
@@ -342,10 +334,6 @@ class TalkingHeadsAttention(HeadMixAttention):
 
 class PlainAttention(HeadMixAttention):
     """Multi-head self-attention through PyTorch's fused kernel; `fused_attn = False` makes the maps observable."""
-
-    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
-        super().__init__(dim, num_heads, **kwargs)
-        self.fused_attn = True
 
     def forward(self, x_BND: Tensor) -> Tensor:
         if not self.fused_attn:

@@ -121,7 +121,7 @@ class LocalAttention(HeadMixAttention):
         side = round(N**0.5)
         if side * side != N:
             raise InputError(f"local attention needs a square map of tokens without class token: {N} is no square")
-        q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
         keys_BHNWK, values_BHNWK = (self._neighbours(part, side) for part in (k_BHNK, v_BHNK))
         # One query by its own W keys: (B, H, N, 1, K) @ (B, H, N, K, W).
         scores_BHNW = (q_BHNK.unsqueeze(3) * self.scale @ keys_BHNWK.transpose(-2, -1)).squeeze(3)

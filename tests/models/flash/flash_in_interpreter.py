@@ -15,21 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import randomize, randomize_like_trained
 from support.triton_interpreter import patch_interpreter
-from vitx.core.errors import InputError
 from vitx.export.engines.flash_kernel import KERNELS, TILES, FlashKernel, Operator
 from vitx.models.attention import ReAttention, TalkingHeadsAttention
 from vitx.models.attention_maps import attention_maps
 from vitx.models.flash import kernels
-from vitx.models.flash import reattention as flash_reattention
+from vitx.models.flash import reattention as module
 from vitx.models.flash.reattention import (
     INTERPRETED,
     Mixes,
     Tiles,
-    choose_impl,
+    flash_reattention,
     heads_per_program,
     kernel_constants,
     plain_reattention,
-    reattention,
+    why_not_flash,
 )
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
@@ -90,10 +89,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_output_equals_float64(
     heads: int, tokens: int, width: int, tiles: Tiles, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_reattention, "_forced", {"out": tiles, "talking": tiles})
+    monkeypatch.setattr(module, "_forced", {"out": tiles, "talking": tiles})
     batch = 2 if heads * tokens < 100 else 1  # the interpreter runs one program after the other
     (q, k, v), mixes = operands(heads, tokens, width, torch.float16, before=before, batch=batch)
-    found = reattention(q, k, v, mixes, width**-0.5, impl="flash")
+    found = flash_reattention(q, k, v, mixes, width**-0.5)
     assert found.dtype == torch.float16
     expected = plain_reattention(q.double(), k.double(), v.double(), mixes, width**-0.5)
     assert relative_error(found, expected) < 2e-3
@@ -140,7 +139,7 @@ def test_gradients_equal_float64(dtype: torch.dtype, before: bool, bias: bool) -
     exact_inputs: Any = [part.double().requires_grad_() for part in qkv]
     weight = torch.randn(2, heads, tokens, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     q, k, v = inputs
-    torch.autograd.backward(reattention(q, k, v, mixes, width**-0.5, impl="flash"), weight)
+    torch.autograd.backward(flash_reattention(q, k, v, mixes, width**-0.5), weight)
     q, k, v = exact_inputs
     torch.autograd.backward(plain_reattention(q, k, v, exact, width**-0.5), weight.double())
     tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
@@ -156,17 +155,17 @@ def test_gradients_equal_float64(dtype: torch.dtype, before: bool, bias: bool) -
 
 def test_large_scores_do_not_overflow() -> None:
     (q, k, v), mixes = operands(3, 20, 32, torch.float16)
-    found = reattention(30 * q, 30 * k, v, mixes, 1.0, impl="flash")
+    found = flash_reattention(30 * q, 30 * k, v, mixes, 1.0)
     expected = plain_reattention((30 * q).double(), (30 * k).double(), v.double(), mixes, 1.0)
     assert relative_error(found, expected) < 2e-3
 
 
 def test_any_layout_is_read() -> None:
     (q, k, v), mixes = operands(3, 20, 32, torch.float16)
-    first = reattention(q, k, v, mixes, 1.0, impl="flash")
-    again = reattention(q.contiguous(), k, v.clone(), mixes, 1.0, impl="flash")
+    first = flash_reattention(q, k, v, mixes, 1.0)
+    again = flash_reattention(q.contiguous(), k, v.clone(), mixes, 1.0)
     assert torch.equal(first, again)
-    backwards = reattention(q.flip(2), k.flip(2), v.flip(2), mixes, 1.0, impl="flash").flip(2)
+    backwards = flash_reattention(q.flip(2), k.flip(2), v.flip(2), mixes, 1.0).flip(2)
     assert relative_error(backwards, first.double()) < 2e-3
 
 
@@ -177,7 +176,7 @@ def test_images_whose_tokens_do_not_lie_side_by_side(tokens: slice) -> None:
     parts = [part[:, :, tokens] for part in qkv]
     for q, k, v in (parts, [part.contiguous() for part in parts]):
         v.requires_grad_()
-        found = reattention(q, k, v, mixes, 0.2, impl="flash")
+        found = flash_reattention(q, k, v, mixes, 0.2)
         exact = v.detach().double().requires_grad_()
         expected = plain_reattention(q.double(), k.double(), exact, mixes, 0.2)
         assert relative_error(found.detach(), expected.detach()) < 2e-3
@@ -251,10 +250,9 @@ def test_a_compiled_layer_is_one_graph_with_the_operator_in_it(make: Callable[..
 def test_what_the_kernels_cannot_do_is_named(
     heads: int, tokens: int, width: int, dtype: torch.dtype, expected: str
 ) -> None:
-    q = torch.empty(1, heads, tokens, width, dtype=dtype)
-    assert choose_impl(q) == "plain"
-    with pytest.raises(InputError, match=expected):
-        choose_impl(q, "flash")
+    reason = why_not_flash("cpu", dtype, heads, tokens, width)
+    assert reason is not None
+    assert expected in reason
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook

@@ -12,14 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitx.core.errors import InputError
 from vitx.models.flash.reattention import (
-    Mixes,
-    choose_impl,
     kernel_constants,
-    plain_reattention,
-    reattention,
     warn_plain,
+    why_not_flash,
 )
 from vitx.models.flash.sizes import Sizes
 
@@ -40,14 +36,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 def test_without_a_gpu_the_maps_are_written_out() -> None:
-    q, k, v = torch.randn(3, 2, 3, 8, 32, generator=torch.Generator().manual_seed(0))
-    mixes = Mixes(torch.eye(3), torch.zeros(3))
-    assert choose_impl(q) == "plain"
-    with pytest.raises(InputError, match="the tensors are on 'cpu'"):
-        reattention(q, k, v, mixes, 1.0, impl="flash")
-    with pytest.raises(InputError, match="expected auto, flash or plain"):
-        reattention(q, k, v, mixes, 1.0, impl="fast")  # type: ignore[arg-type]
-    assert torch.equal(reattention(q, k, v, mixes, 1.0), plain_reattention(q, k, v, mixes, 1.0))
+    assert why_not_flash("cpu", torch.float16, 3, 8, 32) == "the tensors are on 'cpu'"
 
 
 def test_only_half_precision_expects_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

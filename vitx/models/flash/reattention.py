@@ -2,7 +2,7 @@
 
 Re-Attention in evaluation mode (or without BatchNorm) and talking heads are `O = (W softmax(W₀·scale·QKᵀ + b₀) + b) V`
 with H×H mixes over heads W and W₀. The Triton kernels of kernels.py compute it tile by tile; where they cannot run, the
-maps are written out. `choose_impl` says which of the two runs, and why. docs/models.md tells what is measured.
+maps are written out. `why_not_flash` says where, and why. docs/models.md tells what is measured.
 
 Shape letters: B batch, H heads, N tokens, K head width.
 """
@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitx.core.errors import InputError
 from vitx.models.flash.sizes import Sizes
 
-Impl = Literal["auto", "flash", "plain"]
 # Triton's interpreter runs the kernels on a CPU, for tests; Triton reads the variable when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -95,28 +93,12 @@ def forced_tiles(**launches: Tiles) -> Iterator[None]:
         _forced.update(before)
 
 
-def reattention(
-    q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float, *, impl: Impl = "auto"
-) -> Tensor:
-    """Return `(W softmax(W₀·scale·QKᵀ + b₀) + b) V`, (B, H, N, K) of the dtype of Q; Q, K, V are (B, H, N, K).
-
-    impl: "auto" takes the kernels where they can run, else the plain path, with one warning on a GPU that says why;
-    "flash" raises InputError with the reason instead. Under autocast Q, K and V are cast to its dtype.
-    Either path is differentiable in all tensors. The gradient of b₀ is zero: it adds the same to a whole row of scores,
-    which softmax does not see.
-    """
-    if q_BHNK.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        q_BHNK, k_BHNK, v_BHNK = (part.to(dtype) for part in (q_BHNK, k_BHNK, v_BHNK))
-    if choose_impl(q_BHNK, impl) == "plain":
-        return plain_reattention(q_BHNK, k_BHNK, v_BHNK, mixes, scale)
-    return flash_reattention(q_BHNK, k_BHNK, v_BHNK, mixes, scale)
-
-
 def flash_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
-    """`reattention` by the kernels, for a caller that knows they can run (`why_not_flash`).
+    """`(W softmax(W₀·scale·QKᵀ + b₀) + b) V` by the kernels; Q, K, V and the result (B, H, N, K) in half precision.
 
-    Heads whose width is no multiple of 8 are copied into wider ones; a layer avoids that by padding its weights.
+    For a caller that knows they can run (`why_not_flash`). It is differentiable in all tensors. The gradient of b₀ is
+    zero: it adds the same to a whole row of scores, which softmax does not see. Heads whose width is no multiple of 8
+    are copied into wider ones; a layer avoids that by padding its weights.
     """
     width = q_BHNK.shape[-1]
     qkv = [_padded(part) for part in (q_BHNK, k_BHNK, v_BHNK)] if width % WIDTH_MULTIPLE else [q_BHNK, k_BHNK, v_BHNK]
@@ -134,21 +116,6 @@ def _padded(part_BHNK: Tensor) -> Tensor:
     width = part_BHNK.shape[-1]
     # Padded as (B, N, H, K), so that the heads of a token stay side by side in memory.
     return F.pad(part_BHNK.transpose(1, 2), (0, padded_width(width) - width)).transpose(1, 2)
-
-
-def choose_impl(q_BHNK: Tensor, impl: Impl = "auto") -> Literal["flash", "plain"]:
-    """What `reattention` runs for queries (B, H, N, K) like these; raise InputError where "flash" cannot run."""
-    if impl not in ("auto", "flash", "plain"):
-        raise InputError(f"impl '{impl}' of Re-Attention: expected auto, flash or plain")
-    if impl == "plain":
-        return "plain"
-    reason = why_not_flash(q_BHNK.device.type, q_BHNK.dtype, *q_BHNK.shape[1:])
-    if reason is None:
-        return "flash"
-    if impl == "flash":
-        raise InputError(f"flash Re-Attention was demanded, but {reason}: take impl='auto' or change that")
-    warn_plain(q_BHNK.device.type, q_BHNK.dtype, reason)
-    return "plain"
 
 
 def warn_plain(device: str, dtype: torch.dtype, reason: str) -> None:
@@ -175,7 +142,7 @@ def beyond_limits(heads: int, tokens: int, width: int) -> tuple[str, int, int] |
 
 
 def plain_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
-    """`reattention` with the maps written out, in the tensors' own dtype: what the kernels are tested against."""
+    """`flash_reattention` with the maps written out, in the tensors' own dtype: what the kernels are tested against."""
     from vitx.models.head_mix import mix_heads
 
     scores_BHNN = (q_BHNK * scale) @ k_BHNK.transpose(-2, -1)

@@ -62,7 +62,7 @@ def ablation_variants(recipe: Recipe) -> list[Variant]:
     return variants
 
 
-def depth_variants(depths: Sequence[int], attentions: Sequence[str] = ATTENTIONS) -> list[Variant]:
+def depth_variants(depths: Sequence[int]) -> list[Variant]:
     """Every depth with every kind of attention in all its blocks."""
     return [
         Variant(
@@ -72,7 +72,7 @@ def depth_variants(depths: Sequence[int], attentions: Sequence[str] = ATTENTIONS
             DEEPVIT.get((depth, attention)),
         )
         for depth in depths
-        for attention in attentions
+        for attention in ATTENTIONS
     ]
 
 
