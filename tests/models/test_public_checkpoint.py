@@ -57,7 +57,10 @@ def test_talking_heads_keys_are_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "state_dict_ema"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "model._orig_mod."],
+)
 def test_wrapped_files_load(tmp_path: Path, wrapper: str | None, prefix: str) -> None:
     source, target = randomize(network()), network()
     state: dict[str, Any] = {prefix + key: value for key, value in source.state_dict().items()}

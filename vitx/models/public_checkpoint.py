@@ -186,10 +186,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _named(path: Path, tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
-    """Without what PyTorch's data parallelism and torch.compile put before every name, in either order."""
+    """Without what PyTorch's data parallelism, torch.compile and Lightning's modules put before every name."""
     keys = {key: str(key).removeprefix("_orig_mod.").removeprefix("module.") for key in tensors}
+    lightning = "model." if all(name.startswith("model.") for name in keys.values()) else ""
+    plain = {keys[key].removeprefix(lightning).removeprefix("_orig_mod."): value for key, value in tensors.items()}
     try:
-        return with_timms_names({keys[key].removeprefix("_orig_mod."): value for key, value in tensors.items()})
+        return with_timms_names(plain)
     except RuntimeError as error:
         raise InputError(f"queries, keys and values of '{path}' do not fit together: {first_line(error)}") from None
 
