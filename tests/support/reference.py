@@ -31,7 +31,7 @@ def seq(k: float, *shape: int) -> Tensor:
 
 
 def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", pairs: int = 0) -> Tensor:
-    """DeepViT's regulariser of maps (B, H, N, N) that are all in memory, of the first `pairs` adjacent ones (0: all)."""
+    """DeepViT's regulariser of maps (B, H, N, N) in memory, of the first `pairs` adjacent ones (0: all)."""
     return torch.stack([map_similarity(*pair, over) for pair in pairwise(maps)][: pairs or None]).mean()
 
 

@@ -1,7 +1,6 @@
 """DeepViT's regulariser: reference numbers, and two attention maps alive at most."""
 
 import weakref
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 

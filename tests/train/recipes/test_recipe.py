@@ -111,7 +111,7 @@ def test_a_rate_that_follows_from_the_batch_may_be_that_of_a_smaller_one(name: s
 
 def test_every_setting_name_that_is_listed_is_accepted() -> None:
     plain = RECIPE.model_dump(mode="json")
-    for name in setting_names(RECIPE):
+    for name in setting_names():
         if not name.endswith(".NAME"):
             value = plain
             for part in name.split("."):

@@ -135,7 +135,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     plain = recipe.model_dump(mode="json")
     # model.name first, wherever it was given: it must not drop the arguments that were given for the new network.
     for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0] != "model.name"):
-        check_key(recipe, key)
+        check_key(key)
         plain = _with_value(plain, key, text)
         if key == "model.name" and plain["model"]["name"] != recipe.model.name:
             plain["model"]["kwargs"] = {}
@@ -149,9 +149,9 @@ def _split(override: str) -> tuple[str, str]:
     return key, text
 
 
-def setting_names(recipe: Recipe) -> list[str]:
+def setting_names() -> list[str]:
     """Every key that `apply_overrides` accepts, dotted; arguments of the model appear as `model.kwargs.NAME`."""
-    return [name for name, _ in setting_fields(type(recipe)) if name not in NOT_OVERRIDABLE]
+    return [name for name, _ in setting_fields(Recipe) if name not in NOT_OVERRIDABLE]
 
 
 def read_recipe(run: Path) -> Recipe:
@@ -201,9 +201,9 @@ def flat_settings(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def check_key(recipe: Recipe, key: str) -> None:
+def check_key(key: str) -> None:
     """Raise InputError for a dotted key that `apply_overrides` does not accept, naming the nearest and all."""
-    names = setting_names(recipe)
+    names = setting_names()
     group, _, argument = key.rpartition(".")
     if key in names or (f"{group}.NAME" in names and argument.isidentifier()):
         return
