@@ -73,9 +73,11 @@ def test_of_another_host_and_without_a_lock_nothing_is_known(run: RunFolder) -> 
 
 
 def test_a_run_that_ended_early_says_why(run: RunFolder) -> None:
-    advance(run, ENDED.model_copy(update={"failure": "stopped by SIGINT"}), 1)
+    advance(run, ENDED.model_copy(update={"step": 30, "failure": "stopped by SIGINT"}), 1)
     found = states(run, lambda: None)
-    assert next(found).progress.ended
+    state = next(found)
+    assert state.progress.ended
+    assert state.fields()["epochs done"] == "1 of 2", "it was stopped, and did not run out of patience"
     with pytest.raises(CheckFailed, match=r"ended before its last epoch: stopped by SIGINT$"):
         next(found)
 

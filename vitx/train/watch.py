@@ -26,7 +26,7 @@ class RunState(NamedTuple):
     def fields(self) -> dict[str, str]:
         """What is shown, as text."""
         done, at = len(self.history), self.progress
-        early = f", {OUT_OF_PATIENCE}" if at.ended and at.step < at.steps else ""
+        early = f", {OUT_OF_PATIENCE}" if at.ended and not at.failure and at.step < at.steps else ""
         shown = {"epochs done": f"{done} of {at.epochs}{early}", "steps": f"{at.step} of {at.steps}"}
         if at.loss is not None and at.images_per_second is not None and at.seconds_left is not None:
             shown |= {"loss": f"{at.loss:.4f}", "images/s": f"{at.images_per_second:.0f}"}
