@@ -143,25 +143,6 @@ def test_bfloat16_needs_no_island_where_float16_overflows() -> None:
     assert lowered.islands == ()
 
 
-def test_an_overflow_is_named_when_islands_are_forbidden() -> None:
-    with pytest.raises(
-        CheckFailed, match=r"'large', made by 'grow', reaches 255000 .* fp16 ends at 65504, and islands"
-    ):
-        lower_precision(scaled_graph(1000.0), "fp16", small_images(), allow_islands=False, quiet=True)
-
-
-def test_a_constant_that_overflows_is_named() -> None:
-    with pytest.raises(CheckFailed, match=r"a constant of 'grow' is beyond 65504|'large', made by 'grow'"):
-        lower_precision(scaled_graph(1e5), "fp16", small_images(), allow_islands=False, quiet=True)
-
-
-def test_a_bound_too_tight_for_the_type_is_reported_with_numbers() -> None:
-    with pytest.raises(
-        CheckFailed, match=r"without islands: .* standard deviations where 1e-09 is allowed; '.*' adds most"
-    ):
-        lower_precision(scaled_graph(1.0), "fp16", small_images(), bounds=Bounds(1e-9), allow_islands=False, quiet=True)
-
-
 @pytest.mark.parametrize("exported", ["plain"], indirect=True)
 def test_rounding_that_dominates_becomes_an_island(exported: onnx.ModelProto, digits: UInt8Array) -> None:
     free = lower_precision(exported, "bf16", digits, bounds=Bounds(10.0, 0.0), quiet=True)

@@ -171,14 +171,6 @@ def test_layers_are_left_in_float_until_the_bound_holds(trained: Any) -> None:
     assert agreement_of(logits_of(graph, held_out), logits_of(lowered.graph, held_out)).within(bounds)
 
 
-def test_layers_that_would_have_to_stay_in_float_are_an_error_if_forbidden() -> None:
-    graph, images = linear_graph(), random_images(MIN_IMAGES)
-    free = lower_precision(graph, "int8", images, bounds=Bounds(10.0, 0.0), quiet=True)
-    bounds = Bounds(0.9 * free.details["trials"][0]["max_error"], 0.0)
-    with pytest.raises(CheckFailed, match=r"int8 fails with every layer quantised; 1 would have to stay in float32"):
-        lower_precision(graph, "int8", images, bounds=bounds, allow_islands=False, quiet=True)
-
-
 def test_accept_has_the_last_word(trained: Any) -> None:
     graph, images, _ = trained
     answers: Iterator[bool] = itertools.chain([False, False], itertools.repeat(True))
