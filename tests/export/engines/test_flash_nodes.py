@@ -157,7 +157,7 @@ def test_the_graph_for_a_builder(kind: int, graph_of: Graphs) -> None:
     """The attention whose products are float32 islands stays; the other is a plugin node, without a definition."""
     flow = Dataflow(graph_of("re-attention"))
     first, second = [node for node in flow.nodes if node.op_type == "Softmax"]
-    products = flow.producers()[second.input[0]]
+    products = flow.producers()[second.input[0]].name
     graph = plugin_graph(HalfGraph(flow, kind).build({products}))
     assert graph.fused == (first.name,)
     reason = "its products are an island in another type than its queries, keys or values"

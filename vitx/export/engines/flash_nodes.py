@@ -191,8 +191,7 @@ class _Matcher:
 
     def __init__(self, flow: Dataflow) -> None:
         self.flow = flow
-        self.producer = {name: node for node in flow.nodes for name in node.output}
-        self.readers = flow.readers()
+        self.producer, self.readers = flow.producers(), flow.readers()
 
     def has_mixed_maps(self, softmax: NodeProto) -> bool:
         """Whether maps (B, H, N, N), N > 1, are changed between the two products of attention, besides the softmax.

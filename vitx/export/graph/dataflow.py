@@ -57,9 +57,9 @@ class Dataflow:
                 found[name].append(node)
         return found
 
-    def producers(self) -> dict[str, str]:
-        """The name of the node that makes each tensor."""
-        return {name: node.name for node in self.nodes for name in node.output}
+    def producers(self) -> dict[str, onnx.NodeProto]:
+        """The node that makes each tensor."""
+        return {name: node for node in self.nodes for name in node.output}
 
     def depends_on_input(self) -> set[str]:
         """The tensors whose values differ from image to image."""

@@ -24,7 +24,8 @@ MIN_IMAGES = 320
 # What `sample_images` keeps by default: as many images as 512 of 224 px (77 MB) have pixels, but no more than 2,048.
 FEWEST, MOST, PIXELS = 512, 2048, 512 * 224 * 224
 PERCENTILE = 0.9999
-BINS = 2048
+# Of the histogram of |x|, and int8's codes on one side of zero.
+BINS, LEVELS = 2048, 128
 # Of a tensor with more than LARGE values every seventh goes into the histogram. Seven is coprime to the usual widths,
 # so every channel is sampled.
 LARGE, STRIDE = 1 << 16, 7
@@ -85,9 +86,9 @@ class Activations:
     smallest: float = 0.0
     not_finite: int = 0
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
-    # Thresholds by method and levels since the last values: the entropy of a tensor takes 15 ms, and every candidate of
-    # a search asks for that of all tensors.
-    _known: dict[tuple[Method, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Thresholds since the last values: the entropy of a tensor takes 15 ms, and every candidate of a search asks for
+    # that of all tensors.
+    _known: dict[Method, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def add(self, values: npt.NDArray[Any], *, histogram: bool = True) -> None:
         self._known.clear()
@@ -115,19 +116,19 @@ class Activations:
             self.limit *= 2
             self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2, np.int64)])
 
-    def threshold(self, method: Method, levels: int = 128) -> float:
-        """The |x| that is given the largest code; larger values saturate. `levels`: codes on one side of zero."""
-        if (method, levels) not in self._known:
-            self._known[method, levels] = self._threshold(method, levels)
-        return self._known[method, levels]
+    def threshold(self, method: Method) -> float:
+        """The |x| that is given the largest code; larger values saturate."""
+        if method not in self._known:
+            self._known[method] = self._threshold(method)
+        return self._known[method]
 
-    def _threshold(self, method: Method, levels: int) -> float:
+    def _threshold(self, method: Method) -> float:
         if self.largest == 0.0:
             return 1.0  # any scale codes a tensor of zeros exactly
         if method == "max":
             return self.largest
         width = self.limit / BINS
-        bins = _percentile_bins(self.counts) if method == "percentile" else _entropy_bins(self.counts, levels)
+        bins = _percentile_bins(self.counts) if method == "percentile" else _entropy_bins(self.counts, LEVELS)
         return min(self.largest, bins * width)
 
 
@@ -192,11 +193,12 @@ def observe(
     return found
 
 
-def require_finite(activations: Mapping[str, Activations], producers: Mapping[str, str]) -> None:
+def require_finite(activations: Mapping[str, Activations], producers: Mapping[str, onnx.NodeProto]) -> None:
     """Raise CheckFailed, naming it, for the first tensor that is not even finite in float32."""
     for name, activation in activations.items():
         if activation.not_finite:
+            maker = producers[name].name if name in producers else "the input"
             raise CheckFailed(
-                f"'{name}', made by {producers.get(name, 'the input')}, holds {activation.not_finite} values that are "
+                f"'{name}', made by {maker}, holds {activation.not_finite} values that are "
                 "not finite in float32 already: no lower precision can hold them"
             )

@@ -52,9 +52,9 @@ class Overflow:
         if not self.tensors:
             node = self.nodes[0]
             return f"a constant of '{node}' is beyond {limit:g}, where {precision} ends, and islands are forbidden"
-        first = next(name for node in self.flow.nodes for name in node.output if name in self.tensors)
+        maker, first = next((node, name) for node in self.flow.nodes for name in node.output if name in self.tensors)
         return (
-            f"'{first}', made by '{self.flow.producers()[first]}', reaches {self.tensors[first]:g} on these images: "
+            f"'{first}', made by '{maker.name}', reaches {self.tensors[first]:g} on these images: "
             f"{precision} ends at {limit:g}, and islands in float32 are forbidden"
         )
 

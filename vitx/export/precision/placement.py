@@ -70,22 +70,21 @@ class _Finder:
 
     def __init__(self, flow: Dataflow, kind: EightBit, target: Target, base: Base) -> None:
         self.flow, self.kind, self.target, self.base = flow, kind, target, base
-        self.varying, self.readers = flow.depends_on_input(), flow.readers()
+        self.varying, self.readers, self.makers = flow.depends_on_input(), flow.readers(), flow.producers()
         # TensorRT has FP8 kernels for matrix products, not for convolutions, and gives an int8 convolution float32
         # results whatever the base is: beside a half type that is slower than the convolution in that type.
         self.convolutions = kind == "int8" and (target == "cpu" or base == "fp32")
-        self.fused_attention = _fused_attention(flow, self.readers, kind, base) if target == "tensorrt" else frozenset()
+        self.fused_attention = _fused_attention(self, kind, base) if target == "tensorrt" else frozenset()
         # With one scale for the weight, the builder rounds the result for attention in the product's own kernel; with
         # one for each channel, in a kernel after it. It does so in int8 alone, and for no other product.
         self.operands = self._operands_of(self.fused_attention) if kind == "int8" else frozenset()
 
     def _operands_of(self, attention: Collection[str]) -> frozenset[str]:
         """The nodes whose results become operands of these products by views, a bias or a scale."""
-        makers = {name: node for node in self.flow.nodes for name in node.output}
         found: set[str] = set()
         left = [name for node in self.flow.nodes if node.name in attention for name in node.input]
         while left:
-            node = makers.get(left.pop())
+            node = self.makers.get(left.pop())
             if node is None or node.name in found:
                 continue
             found.add(node.name)
@@ -154,22 +153,19 @@ class _Finder:
         return all(shape[-1] is None or shape[-1] >= MIN_HEAD_WIDTH for shape in shapes)
 
 
-def _fused_attention(
-    flow: Dataflow, readers: Mapping[str, Sequence[onnx.NodeProto]], kind: EightBit, base: Base
-) -> frozenset[str]:
+def _fused_attention(finder: _Finder, kind: EightBit, base: Base) -> frozenset[str]:
     """The products of attention that TensorRT fuses in 8 bits: MatMul → (scale) → (bias) → Softmax → MatMul.
 
     A mix over heads between Softmax and values breaks the pattern, and so do heads of another width. In int8 beside
     bfloat16 a bias breaks it too.
     """
     biases = 0 if (kind, base) == ("int8", "bf16") else 1
-    makers = {name: node for node in flow.nodes for name in node.output}
     found: set[str] = set()
-    for node in flow.nodes:
+    for node in finder.flow.nodes:
         if node.op_type == "Softmax":
-            scores = _before(node.input[0], makers, biases)
-            values = _after(node.output[0], readers)
-            if scores is not None and values is not None and _fits(flow, scores, kind):
+            scores = _before(node.input[0], finder.makers, biases)
+            values = _after(node.output[0], finder.readers)
+            if scores is not None and values is not None and _fits(finder.flow, scores, kind):
                 found |= {scores.name, values.name}
     return frozenset(found)
 
