@@ -318,16 +318,16 @@ def test_the_bytes_that_a_graph_writes() -> None:
 def test_each_rewrite_is_explained_by_what_it_removes(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
 
-    def cost_of(classifier: ImageClassifier, preprocessing: Any, opset: int | None) -> cost.Cost:
+    def cost_of(classifier: ImageClassifier, preprocessing: Any) -> cost.Cost:
         assert not classifier.training
-        measured.append((preprocessing, opset))
+        measured.append(preprocessing)
         return cost.Cost(100 - len(measured), 50, 1000 - 10 * len(measured), 5)
 
     monkeypatch.setattr(cost, "measured_cost", cost_of)
     names = ["join-tokens", "fold-head-norm", "fold-attention-scale"]
     model = network("plain").train()
-    rows = cost.explain(model, PREPROCESSING, names, opset=21)
-    assert measured == [(PREPROCESSING, 21)] * 4
+    rows = cost.explain(model, PREPROCESSING, names)
+    assert measured == [PREPROCESSING] * 4
     assert [(row.name, row.places) for row in rows] == [
         *(("export-form", 2), ("fold-head-norm", 0), ("fold-attention-scale", 2), ("join-tokens", 2))
     ]
@@ -365,8 +365,8 @@ def test_the_cost_is_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "graph_of", graph_of)
     monkeypatch.setattr(cost, "count_flops", flops)
     parameters = sum(parameter.numel() for parameter in classifier.parameters())
-    assert cost.measured_cost(classifier, PREPROCESSING, 21) == cost.Cost(3, parameters, 17, 36)
+    assert cost.measured_cost(classifier, PREPROCESSING) == cost.Cost(3, parameters, 17, 36)
     assert asked == [
-        ((classifier, PREPROCESSING), {"opset": 21, "folded": False}),
+        ((classifier, PREPROCESSING), {"folded": False}),
         (classifier, (1, 8, 8, 3), torch.uint8, "meta"),
     ]

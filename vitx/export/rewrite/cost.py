@@ -51,13 +51,7 @@ class ExplainedRewrite:
         return Cost(**{name: getattr(self.before, name) - getattr(self.after, name) for name in names})
 
 
-def explain(
-    model: nn.Module,
-    preprocessing: Preprocessing,
-    rewrites: Sequence[str] = ALL,
-    *,
-    opset: int | None = None,
-) -> list[ExplainedRewrite]:
+def explain(model: nn.Module, preprocessing: Preprocessing, rewrites: Sequence[str] = ALL) -> list[ExplainedRewrite]:
     """Apply the named rewrites one after the other to a copy of `model` and measure what each changed.
 
     The first row is the canonical form of the blocks, in which queries, keys and values have their own projections. The
@@ -66,12 +60,12 @@ def explain(
     require_known(rewrites)
     classifier = ImageClassifier(copy.deepcopy(model).eval(), preprocessing).eval()
     steps = {EXPORT_FORM: _export_form, **{name: REWRITES[name] for name in REWRITES if name in rewrites}}
-    cost = measured_cost(classifier, preprocessing, opset)
+    cost = measured_cost(classifier, preprocessing)
     rows = []
     for name, rewrite in steps.items():
         with torch.no_grad():
             places = rewrite(classifier)
-        after = measured_cost(classifier, preprocessing, opset) if places else cost
+        after = measured_cost(classifier, preprocessing) if places else cost
         # The first line of a rewrite's docstring states its identity.
         identity = (rewrite.__doc__ or "").partition("\n")[0].partition("; return")[0].rstrip(".")
         rows.append(ExplainedRewrite(name, identity, places, cost, after))
@@ -84,12 +78,12 @@ def _export_form(classifier: nn.Module) -> int:
     return len(canonical_blocks(classifier))
 
 
-def measured_cost(classifier: ImageClassifier, preprocessing: Preprocessing, opset: int | None = None) -> Cost:
+def measured_cost(classifier: ImageClassifier, preprocessing: Preprocessing) -> Cost:
     """The cost of `classifier`: of its traced graph, and of one image through its products."""
     size = preprocessing.image_size
     image = torch.empty(1, size, size, 3, dtype=torch.uint8, device="meta")
     # Without the folds of the graph, which would do afterwards what some of the rewrites do.
-    graph = graph_of(classifier, preprocessing, opset=opset, folded=False).graph
+    graph = graph_of(classifier, preprocessing, folded=False).graph
     return Cost(
         nodes=len(graph),
         parameters=sum(parameter.numel() for parameter in classifier.parameters()),
