@@ -5,6 +5,7 @@ Memory and streams go through NVIDIA's own bindings, `cuda.bindings`. Not run ye
 
 import ctypes
 import importlib
+import math
 import weakref
 from types import ModuleType
 from typing import Any
@@ -80,10 +81,7 @@ class MirroredArray:
 
 def array_bytes(shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
     """Bytes of a contiguous array, as a Python int: numpy's own integers could overflow."""
-    size = np.dtype(dtype).itemsize
-    for extent in shape:
-        size *= extent
-    return size
+    return math.prod((np.dtype(dtype).itemsize, *shape))
 
 
 def _bindings() -> ModuleType:

@@ -53,25 +53,19 @@ def load_session(
             f"{'needs' if len(outputs) == 1 else 'need'} onnxruntime or openvino"
         )
     require(runtime)
-    match runtime:
-        case "openvino" | "openvino-bf16":
-            from vitx.runtimes.openvino import OpenVinoSession
+    if runtime in ("openvino", "openvino-bf16"):
+        from vitx.runtimes.openvino import OpenVinoSession
 
-            return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16", outputs=outputs)
-        case "tensorrt" | "tensorrt-rtx":
-            from vitx.runtimes.tensorrt import TensorRTSession
+        return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16", outputs=outputs)
+    if runtime == "tensorrt" or runtime == "tensorrt-rtx":
+        from vitx.runtimes.tensorrt import TensorRTSession
 
-            return TensorRTSession(bundle, runtime)
-        case "onnxruntime-int8":
-            from vitx.runtimes.onnxruntime import OnnxRuntimeSession
+        return TensorRTSession(bundle, runtime)
+    from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 
-            return OnnxRuntimeSession(bundle, device="cpu", threads=threads, int8=True)
-        case "onnxruntime-tensorrt":
-            from vitx.runtimes.onnxruntime import OnnxRuntimeSession
-
-            return OnnxRuntimeSession(bundle, device="cuda", threads=threads, tensorrt=True, engine_cache=engine_cache)
-        case _:
-            from vitx.runtimes.onnxruntime import OnnxRuntimeSession
-
-            where = chosen if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
-            return OnnxRuntimeSession(bundle, device=where, threads=threads, outputs=outputs)
+    if runtime == "onnxruntime-int8":
+        return OnnxRuntimeSession(bundle, device="cpu", threads=threads, int8=True)
+    if runtime == "onnxruntime-tensorrt":
+        return OnnxRuntimeSession(bundle, device="cuda", threads=threads, tensorrt=True, engine_cache=engine_cache)
+    where = chosen if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
+    return OnnxRuntimeSession(bundle, device=where, threads=threads, outputs=outputs)
