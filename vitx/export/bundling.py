@@ -98,7 +98,9 @@ def export_bundle(
             memory_gib=options.memory_gib,
         )
         _check_trained(traced, certified=plan is not None)
-        lowered = _lower(graph, traced.source, options, plan, quiet=quiet)
+        lowered, target = LoweredFile((), {}), options.quantize_for()
+        if options.precision != "fp32":
+            lowered = _lower(graph, traced.source, options, options.precision, target, plan, quiet=quiet)
         if options.for_ == "cpu":
             lowered = _with_int8_candidate(graph, lowered, traced.source, options, plan, quiet=quiet)
         _build_targets(graph, out, options, engines, quiet=quiet)
@@ -150,14 +152,6 @@ def _calibration_data(options: ExportOptions, source_data: str, precision: Preci
 
 
 def _lower(
-    graph: Path, source: SourceInfo, options: ExportOptions, plan: SamplingPlan | None, *, quiet: bool
-) -> LoweredFile:
-    if options.precision == "fp32":
-        return LoweredFile((), {})
-    return _lower_file(graph, source, options, options.precision, options.quantize_for(), plan, quiet=quiet)
-
-
-def _lower_file(
     graph: Path,
     source: SourceInfo,
     options: ExportOptions,
@@ -203,7 +197,7 @@ def _with_int8_candidate(
         candidate.parent.mkdir()
         shutil.copyfile(graph, candidate)
         limited = options.model_copy(update={"seconds": min(options.seconds, CANDIDATE_SECONDS)})
-        found = _lower_file(candidate, source, limited, "int8", "cpu", plan, quiet=quiet).details
+        found = _lower(candidate, source, limited, "int8", "cpu", plan, quiet=quiet).details
     except VitxError as reason:
         shutil.rmtree(candidate.parent, ignore_errors=True)
         log(f"export: no int8 candidate: {reason}", quiet=quiet)
