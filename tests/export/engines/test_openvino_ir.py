@@ -12,6 +12,7 @@ import timm
 
 from bundle_fixture import tiny_graph
 from reference import randomize
+from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.engines.openvino_ir import openvino_from_onnx
@@ -34,6 +35,35 @@ def test_ir_equals_the_graph(tmp_path: Path) -> None:
         (expected,) = session.run(None, {"images": images})
         scale = np.abs(expected).max()
         np.testing.assert_allclose(compiled([images])[0] / scale, expected / scale, atol=1e-4, rtol=0)
+
+
+QUANTISED = """
+<ir_version: 9, opset_import: ["": 20]>
+moved (uint8[N,4,4,3] images) => (float[N,4,4] logits) <int64[3] rows = {-1, 4, 12}, int8 zero = {0}> {
+  pixels = Cast<to=10>(images)
+  x = Reshape(pixels, rows)
+  heads = Transpose<perm=[0, 2, 1]>(x)
+  codes = QuantizeLinear(heads, scale, zero)
+  back = DequantizeLinear(codes, scale, zero)
+  product = MatMul(x, back)
+  logits = Cast<to=1>(product)
+}
+"""
+
+
+def test_a_graph_that_openvino_refuses_is_no_crash(tmp_path: Path) -> None:
+    """int8 codes of a float16 tensor behind a transpose, as attention has them: OpenVINO 2026.4 mixes up the types."""
+    graph = onnx.parser.parse_model(QUANTISED)
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0.1, np.float16), "scale"))
+    onnx.checker.check_model(graph, full_check=True)
+    onnx.save(graph, str(tmp_path / "model.onnx"))
+    with pytest.raises(InputError) as refused:
+        openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    assert str(refused.value) == (
+        "OpenVINO cannot convert the graph (Arguments do not have the same element type (arg0 element type: f32, arg1 "
+        "element type: f16).): leave --openvino and --for cpu out, or, where it is int8 for TensorRT, add --base fp32"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from vitx.core.errors import missing_package
+from vitx.core.errors import InputError, missing_package
 from vitx.core.files import staged_folder
 
 IR_FOLDER = "openvino"
@@ -14,13 +14,21 @@ def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
     """Convert a graph to OpenVINO IR: `model.xml` and `model.bin` in `folder`, which appears whole.
 
     Weights keep the graph's precision: by default `save_model` would compress them to float16. Raises
-    EnvironmentMissing when OpenVINO is not installed, OSError when the disk is full.
+    EnvironmentMissing when OpenVINO is not installed, InputError for a graph that it refuses, OSError when the disk is
+    full.
     """
     try:
         import openvino
     except ModuleNotFoundError:
         raise missing_package("openvino", "openvino") from None
-    model = openvino.convert_model(str(onnx_path))
+    try:
+        model = openvino.convert_model(str(onnx_path))
+    except RuntimeError as error:  # where it failed comes first, the reason last
+        reason = str(error).strip().rpartition("\n")[2]
+        raise InputError(
+            f"OpenVINO cannot convert the graph ({reason}): leave --openvino and --for cpu out, or, where it is int8 "
+            "for TensorRT, add --base fp32"
+        ) from None
     with staged_folder(folder) as stage:
         try:
             openvino.save_model(model, str(stage / "model.xml"), compress_to_fp16=False)
