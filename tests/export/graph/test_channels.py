@@ -204,6 +204,13 @@ def test_an_expand_beside_a_whole_value_is_dropped(operator: str) -> None:
     assert operators == Counter({"ReduceL2": 1, operator: 2})
 
 
+def test_an_expand_to_the_shape_of_its_input_is_dropped() -> None:
+    """As GCViT repeats its global queries for each window, in stages of one window."""
+    nodes = [node("Expand", ["x", "s"], ["e"]), node("Reshape", ["e", "r"], ["y"])]
+    operators = folded(graph(["N", 5, 6], nodes, s=[1, 1, 1], r=[-1, 30]), drop_expands, 1)
+    assert operators == Counter({"Reshape": 1})
+
+
 def test_an_expand_stays_where_its_shape_is_needed() -> None:
     expanded = [node("ReduceL2", ["x", "o"], ["m"]), node("Expand", ["m", "s"], ["e"])]
     constants = {"o": [-1], "s": [1, 5, 6]}

@@ -58,12 +58,13 @@ def drop_empty_pads(graph: ir.Graph) -> int:
 
 
 def drop_expands(graph: ir.Graph) -> int:
-    """An Expand that is read only beside values of the shape to which it expands: their operators broadcast."""
+    """An Expand to the shape that its input has, or that is read only beside values of its shape, which broadcast."""
     changed = 0
     for node in nodes_of(graph, "Expand"):
-        output = node.outputs[0]
-        if is_free(output) and all(_broadcasts(reader, index, output) for reader, index in output.uses()):
-            replace(graph, node, source_of(node))
+        source, output = source_of(node), node.outputs[0]
+        beside_whole = all(_broadcasts(reader, index, output) for reader, index in output.uses())
+        if is_free(output) and (beside_whole or _same_shape(source, output)):
+            replace(graph, node, source)
             changed += 1
     return changed
 
