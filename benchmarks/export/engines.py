@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import vitx.models
 from support.gpu_networks import Float32Logits
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
-from vitx.export.engines.inspector import count_kinds, working_layers
+from vitx.export.engines.inspector import working_layers
 from vitx.export.engines.tensorrt_engine import EngineReport, engine_from_onnx
 
 ARCHITECTURES = ("sm86", "sm89", "sm120", "sm121")
@@ -75,7 +76,7 @@ def measure(model: str, architectures: tuple[str, ...], repeats: int, limit: flo
         "graph_seconds": graph_seconds,
         "graph_mb": graph_mb,
         "plan_mb": info.size / 1e6,
-        "working_layers": count_kinds(working_layers(built[0][1].layers)),
+        "working_layers": dict(Counter(kind for _, kind, _, _ in working_layers(built[0][1].layers)).most_common()),
     }
 
 

@@ -53,14 +53,15 @@ def load_session(
             f"{'needs' if len(outputs) == 1 else 'need'} onnxruntime or openvino"
         )
     require(runtime)
-    if runtime in ("openvino", "openvino-bf16"):
-        from vitx.runtimes.openvino import OpenVinoSession
+    match runtime:
+        case "openvino" | "openvino-bf16":
+            from vitx.runtimes.openvino import OpenVinoSession
 
-        return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16", outputs=outputs)
-    if runtime == "tensorrt" or runtime == "tensorrt-rtx":
-        from vitx.runtimes.tensorrt import TensorRTSession
+            return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16", outputs=outputs)
+        case "tensorrt" | "tensorrt-rtx":
+            from vitx.runtimes.tensorrt import TensorRTSession
 
-        return TensorRTSession(bundle, runtime)
+            return TensorRTSession(bundle, runtime)
     from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 
     if runtime == "onnxruntime-int8":

@@ -1,7 +1,6 @@
 """Tables of layers: those of the parsed network (no GPU needed), and the fused ones of a plan (on its GPU)."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,6 @@ _SHAPE_KINDS = {"SHAPE", "CONSTANT", "CAST", "CONCATENATION", "GATHER", "SLICE",
 def working_layers(layers: Sequence[LayerRow]) -> tuple[LayerRow, ...]:
     """The parsed layers that compute on activations: no constants, casts or shape arithmetic."""
     return tuple(row for row in layers if row[1] not in _SHAPE_KINDS and "INT" not in row[2] and row[2] != "BOOL")
-
-
-def count_kinds(layers: Sequence[LayerRow]) -> dict[str, int]:
-    """How many layers of each kind, the most frequent first: {"MATRIX_MULTIPLY": 73, …}."""
-    return dict(Counter(kind for _, kind, _, _ in layers).most_common())
 
 
 def inspect_plan(plan: Path) -> tuple[LayerRow, ...]:

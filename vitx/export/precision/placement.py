@@ -74,7 +74,7 @@ class _Finder:
         # TensorRT has FP8 kernels for matrix products, not for convolutions, and gives an int8 convolution float32
         # results whatever the base is: beside a half type that is slower than the convolution in that type.
         self.convolutions = kind == "int8" and (target == "cpu" or base == "fp32")
-        self.fused_attention = _fused_attention(self, kind, base) if target == "tensorrt" else frozenset()
+        self.fused_attention = _fused_attention(self) if target == "tensorrt" else frozenset()
         # With one scale for the weight, the builder rounds the result for attention in the product's own kernel; with
         # one for each channel, in a kernel after it. It does so in int8 alone, and for no other product.
         self.operands = self._operands_of(self.fused_attention) if kind == "int8" else frozenset()
@@ -153,19 +153,19 @@ class _Finder:
         return all(shape[-1] is None or shape[-1] >= MIN_HEAD_WIDTH for shape in shapes)
 
 
-def _fused_attention(finder: _Finder, kind: EightBit, base: Base) -> frozenset[str]:
+def _fused_attention(finder: _Finder) -> frozenset[str]:
     """The products of attention that TensorRT fuses in 8 bits: MatMul → (scale) → (bias) → Softmax → MatMul.
 
     A mix over heads between Softmax and values breaks the pattern, and so do heads of another width. In int8 beside
     bfloat16 a bias breaks it too.
     """
-    biases = 0 if (kind, base) == ("int8", "bf16") else 1
+    biases = 0 if (finder.kind, finder.base) == ("int8", "bf16") else 1
     found: set[str] = set()
     for node in finder.flow.nodes:
         if node.op_type == "Softmax":
             scores = _before(node.input[0], finder.makers, biases)
             values = _after(node.output[0], finder.readers)
-            if scores is not None and values is not None and _fits(finder.flow, scores, kind):
+            if scores is not None and values is not None and _fits(finder.flow, scores, finder.kind):
                 found |= {scores.name, values.name}
     return frozenset(found)
 
