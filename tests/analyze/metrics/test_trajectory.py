@@ -85,6 +85,22 @@ def test_of_a_run(tmp_path: Path) -> None:
     assert without.radius == [0, 1]
 
 
+def test_of_a_run_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last checkpoint is replaced by another while the first is read."""
+    run = run_with(tmp_path, {1: 0.0, 12: 3.0, 13: 4.0})
+    checkpoints = run.path / "checkpoints"
+    (checkpoints / "epoch-0013").rename(tmp_path / "next")
+
+    def read(path: Path) -> Any:
+        if (tmp_path / "next").is_dir():
+            (tmp_path / "next").rename(checkpoints / "epoch-0013")
+            (checkpoints / "epoch-0012").rename(checkpoints / ".epoch-0012.old")
+        return load_file(path)
+
+    monkeypatch.setattr("vitx.analyze.metrics.trajectory.load_file", read)
+    assert run_trajectory(run).steps == [10, 130]
+
+
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 checkpoint of a training: a trajectory needs the first and the last"):
         polar_trajectory([state(1, 1)])

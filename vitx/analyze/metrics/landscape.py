@@ -16,7 +16,7 @@ from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
 from vitx.analyze.metric import Metric, MetricContext
 from vitx.analyze.metric_figures import COLOURS
-from vitx.analyze.metrics.trajectory import verified_checkpoints
+from vitx.analyze.metrics.trajectory import Checkpoints, of_checkpoints
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -193,9 +193,12 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
     found = _measure_grid(context)
     if context.source.recipe is None:
         return found
-    folders = [folder for _, folder in verified_checkpoints(RunFolder.open(context.source.name))]
-    states = (load_file(folder / "model.safetensors") for folder in folders)
-    path, share = training_path(context.source.model, states, found.seed)
+
+    def path_of(checkpoints: Checkpoints) -> tuple[list[tuple[float, float]], float | None]:
+        states = (load_file(folder / "model.safetensors") for _, folder in checkpoints)
+        return training_path(context.source.model, states, found.seed)
+
+    path, share = of_checkpoints(RunFolder.open(context.source.name), path_of)
     return found if share is None else found.model_copy(update={"path": path, "path_share": share})
 
 

@@ -1,14 +1,14 @@
 """The path of a training through the space of weights, in polar coordinates (docs/maths.md §5.4)."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitx.analyze.metric import Metric, MetricContext, NotApplicable, first_to_last
+from vitx.analyze.metric import Metric, MetricContext, NotApplicable
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
 from vitx.core.panels import LINES, WIDTH, Results
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 State = Mapping[str, Tensor]
+Checkpoints = list[tuple[CheckpointState, Path]]
+Result = TypeVar("Result")
 
 
 class Trajectory(Record):
@@ -66,16 +68,14 @@ def run_trajectory(
 ) -> Trajectory:
     """The trajectory of the checkpoints that a run folder holds, from `initial`, the weights training began with.
 
-    A run keeps its best and its last checkpoint. Without `initial` w_0 is the earliest of them. The sha256 of every
-    file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint that is corrupt or of another
-    network.
+    A run keeps its best and its last checkpoint, and with `keep_every` more. Without `initial` w_0 is the earliest of
+    them. The sha256 of every file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint
+    that is corrupt or of another network.
     """
-    return _trajectory_of(run, verified_checkpoints(run), initial, weights)
+    return of_checkpoints(run, lambda found: _trajectory_of(run, found, initial, weights))
 
 
-def _trajectory_of(
-    run: RunFolder, found: list[tuple[CheckpointState, Path]], initial: State | None, weights: str
-) -> Trajectory:
+def _trajectory_of(run: RunFolder, found: Checkpoints, initial: State | None, weights: str) -> Trajectory:
     steps = [state.step for state, _ in found]
     if len(found) + (initial is not None) < 2:
         raise InputError(
@@ -86,7 +86,7 @@ def _trajectory_of(
     return polar_trajectory(states, names=names, steps=[0, *steps] if initial is not None else steps)
 
 
-def checkpoints_by_step(run: RunFolder) -> list[tuple[CheckpointState, Path]]:
+def checkpoints_by_step(run: RunFolder) -> Checkpoints:
     """Every checkpoint that the run holds, and its folder, in the order of training."""
     found = (
         (read_record(path, CheckpointState), path.parent) for path in run.path.glob("checkpoints/epoch-*/state.json")
@@ -94,12 +94,21 @@ def checkpoints_by_step(run: RunFolder) -> list[tuple[CheckpointState, Path]]:
     return sorted(found, key=lambda pair: pair[0].step)
 
 
-def verified_checkpoints(run: RunFolder) -> list[tuple[CheckpointState, Path]]:
-    """As `checkpoints_by_step`; raise InputError for a file whose sha256 is another."""
-    found = checkpoints_by_step(run)
-    for state, folder in found:
-        verify_digests(folder, state.sha256)
-    return found
+def of_checkpoints(run: RunFolder, measure: Callable[[Checkpoints], Result]) -> Result:
+    """What `measure` makes of `checkpoints_by_step`; raise InputError for a file whose sha256 is another.
+
+    Where a running training has removed one of them meanwhile, they are listed and measured again.
+    """
+    while True:
+        listed = [*run.path.glob("checkpoints/epoch-*")]
+        try:
+            found = checkpoints_by_step(run)
+            for state, folder in found:
+                verify_digests(folder, state.sha256)
+            return measure(found)
+        except (InputError, FileNotFoundError):
+            if all(folder.is_dir() for folder in listed):
+                raise
 
 
 class _LazyStates(Sequence[State]):
@@ -142,11 +151,14 @@ def measure_trajectory(context: MetricContext) -> Trajectory:
     if context.source.recipe is None:
         raise NotApplicable("a network without a training run has no trajectory")
     run = RunFolder.open(context.source.name)
-    found = verified_checkpoints(run)  # damage is no property of the network
-    try:
-        return _trajectory_of(run, found, None, "model")
-    except InputError as error:
-        raise NotApplicable(str(error)) from None
+
+    def measure(found: Checkpoints) -> Trajectory:
+        try:
+            return _trajectory_of(run, found, None, "model")
+        except InputError as error:
+            raise NotApplicable(str(error)) from None
+
+    return of_checkpoints(run, measure)  # damage is no property of the network
 
 
 def draw_trajectory(results: Results) -> "Figure":
@@ -164,7 +176,7 @@ def draw_trajectory(results: Results) -> "Figure":
 
 
 def _trajectory_line(found: Trajectory) -> str:
-    return f"{len(found.steps)} checkpoints, radius {first_to_last(found.radius)}"
+    return f"{len(found.steps)} checkpoints, radius {found.radius[0]:.3g} → {found.radius[-1]:.3g}"
 
 
 TRAJECTORY_METRIC = Metric(
