@@ -72,7 +72,7 @@ class MetricContext(NamedTuple):
 
 
 # To be increased when a metric's definition changes: cached results of the older one are measured again.
-DEFINITIONS_VERSION = 6
+DEFINITIONS_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +132,6 @@ def answer_names(source: Source, images: ImageSet) -> tuple[str, ...]:
 def _are_numbers(class_names: tuple[str, ...]) -> bool:
     """Whether classes have no names."""
     return class_names == tuple(map(str, range(len(class_names))))
-
-
-def first_to_last(values: Iterable[float]) -> str:
-    """The first and the last of some values along the network, as text."""
-    first, *_, last = [*values] * 2  # twice, so that a single value is both
-    return f"{first:.3g} → {last:.3g}"
 
 
 def percent(value: float | None) -> str:

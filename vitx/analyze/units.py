@@ -30,8 +30,6 @@ Kind = Literal["attention", "mlp", "convolution"]
 
 # Blocks that normalise what a branch gives: x + norm(branch(x)).
 _POST_NORM = (SwinTransformerV2Block, SwinTransformerV2CrBlock, ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
-# DaViT's and CSATv2's: their maps have the channels first, though a norm over the last axis reads them, as tokens.
-_CHANNELS_FIRST = (SpatialBlock, ChannelBlock, CSATTransformerBlock)
 # Blocks whose streams are not those of an image's tokens, or not of all: their units are known by what they remove.
 _NOT_READ = (MobileVitBlock, MobileVitV2Block, ClassBlock)
 
@@ -96,6 +94,12 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         yield Unit(name, "convolution", last, module, layer=name, block=module)
     elif isinstance(module, ConvNeXtBlock):
         yield Unit(name, "convolution", module.mlp, module, layer=name, block=module)
+    elif isinstance(module, SpatialBlock | ChannelBlock) and module.ffn:
+        # DaViT's: a position encoding before attention and one before the MLP are convolutions beside a shortcut.
+        yield Unit(f"{name}.cpe1", "convolution", module.cpe1.act, module.cpe1, block=module)
+        yield Unit(f"{name}.attn", "attention", module.attn, module.cpe2, "input")
+        yield Unit(f"{name}.cpe2", "convolution", module.cpe2.act, module.cpe2)
+        yield Unit(f"{name}.mlp", "mlp", module.mlp, module, layer=name)
     elif isinstance(module, MultiScaleBlock | ClassAttentionBlock):
         return  # a shortcut pools and projects, or is the normalised token: none of the branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
@@ -124,4 +128,5 @@ def _has_channels_last(block: Any) -> bool:
     The network does not say: timm's MaxxVit has blocks of both layouts, and Swin alone an `output_fmt`.
     """
     over_last = isinstance(block.norm1, nn.LayerNorm) and not isinstance(block.norm1, LayerNorm2d)
-    return over_last and not isinstance(block, _CHANNELS_FIRST)
+    # CSATv2's maps have the channels first, though a norm over the last axis reads them, as tokens.
+    return over_last and not isinstance(block, CSATTransformerBlock)

@@ -21,6 +21,7 @@ from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
 from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.metrics.variance import VarianceMetric
 from vitx.analyze.steps import steps_along
+from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 
@@ -213,6 +214,27 @@ def test_a_unit_is_compared_with_the_map_that_it_adds_to(name: str, block: str) 
         variance.variance[unit] - before.var(axis=(1, 2), ddof=1).mean(), rel=1e-3, abs=1e-5
     )
     assert fourier.step[unit] == pytest.approx(fourier.units[unit].log_amplitude[-1] - start, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["maxvit", "twins", "gcvit", "davit"])
+def test_a_unit_without_its_branch_leaves_the_stream_that_it_adds_to(name: str) -> None:
+    """What a lesion removes is what the steps of variance and spectrum are counted from, also in DaViT's blocks.
+
+    Those have a position encoding before attention and one before the MLP, units of their own.
+    """
+    model = network(name)
+    previous = EMBEDDING
+    for unit in residual_units(model):
+        handle = unit.branch.register_forward_hook(lambda _module, _inputs, output: torch.zeros_like(output))
+        batch = batch_of(model)
+        handle.remove()
+        before, after = batch.stream_before(unit.name, previous), batch.streams[unit.name]
+        assert before is not None
+        assert torch.allclose(after, before.reshape(after.shape), atol=1e-5), unit.name
+        previous = unit.name
+    if name == "davit":
+        kinds = [unit.kind for unit in residual_units(model)]
+        assert kinds == ["convolution", "attention", "convolution", "mlp"] * 4
 
 
 def test_a_norm_of_the_stream_is_charged_to_no_block() -> None:
