@@ -3,7 +3,7 @@
 Shape letters: B batch, N tokens, n patches, D width, H heads, C classes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     model: nn.Module
     channels_last: frozenset[str]  # names of streams
     in_rows: bool
+    layers: Mapping[str, str]  # stream → the block that it stands behind
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
@@ -38,8 +39,9 @@ class Layout(NamedTuple):
         last = {unit.name for unit in units if unit.channels_last}
         if units and units[0].channels_last:
             last.add(EMBEDDING)
+        layers = {EMBEDDING: EMBEDDING} | {unit.name: unit.layer for unit in units if unit.layer is not None}
         # Hiera's tokens follow its windows, and Nest's (B, windows, tokens, D) stay in them.
-        return cls(model, frozenset(last), not isinstance(model, Hiera | Nest))
+        return cls(model, frozenset(last), not isinstance(model, Hiera | Nest), layers)
 
     def feature_map(self, name: str, stream: Tensor) -> Tensor | None:
         """The stream `name` as a map (B, D, S, S); None where its patches form no square."""
@@ -48,14 +50,19 @@ class Layout(NamedTuple):
         prefix = tokens_before_patches(self.model, stream)
         return square_map(stream, prefix, channels_last=name in self.channels_last)
 
-    def patches(self, name: str, stream: Tensor) -> Tensor | None:
-        """The patch tokens (B, n, D) of (B, N, D) or of a NHWC map; None for a NCHW map and for fewer than two."""
-        if stream.ndim == 4:
-            return stream.flatten(1, 2) if name in self.channels_last else None
-        if stream.ndim != 3:
-            return None
-        patches = stream[:, tokens_before_patches(self.model, stream) :]
-        return patches if patches.shape[1] > 1 else None
+    def patches(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Block → the patch tokens (B, n, D) behind it, of (B, N, D) or of a NHWC map; the embedding's first.
+
+        Without NCHW maps, and fewer than two patches.
+        """
+        found = {}
+        for name, layer in self.layers.items():
+            stream = streams.get(name)
+            if stream is not None and stream.ndim == 4 and name in self.channels_last:
+                found[layer] = stream.flatten(1, 2)
+            elif stream is not None and stream.ndim == 3:
+                found[layer] = stream[:, tokens_before_patches(self.model, stream) :]
+        return {layer: patches for layer, patches in found.items() if patches.shape[1] > 1}
 
 
 class Activations(NamedTuple):
@@ -126,6 +133,21 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def differentiating_only(model: nn.Module, chosen: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside the block `requires_grad` is set for the chosen parameters alone; afterwards it is what it was."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(False)
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
 
 
 def stream_order(model: nn.Module) -> list[str]:

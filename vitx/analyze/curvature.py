@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitx.analyze.accuracy import labelled_batches
-from vitx.analyze.activations import in_evaluation_mode
+from vitx.analyze.activations import differentiating_only, in_evaluation_mode
 from vitx.analyze.lanczos import Eigenvalues, Product, top_eigenvalues
 from vitx.analyze.metric import MetricContext
 from vitx.core.errors import InputError, unknown_name
@@ -42,13 +42,11 @@ def hessian_eigenvalues(
     module: str = "",
     tolerance: float = 1e-3,
     max_products: int = 300,
-    repeated: bool = False,
     seed: int = 0,
 ) -> Eigenvalues:
     """The k eigenvalues of largest magnitude of the Hessian of one batch; see `hessian` and `top_eigenvalues`.
 
-    Unit: nats per squared weight. `repeated` is off by default: a network's eigenvalues are simple unless two of its
-    weights have the same effect.
+    Unit: nats per squared weight. A network's eigenvalues are simple unless two of its weights have the same effect.
     """
     generator = torch.Generator().manual_seed(seed)
     with hessian(model, images, labels, weight_decay=weight_decay, module=module) as operator:
@@ -58,7 +56,6 @@ def hessian_eigenvalues(
             k,
             tolerance=tolerance,
             max_products=max_products,
-            repeated=repeated,
             generator=generator,
             dtype=operator.dtype,
             device=operator.device,
@@ -78,7 +75,7 @@ def hessian(
     labels that do not fit, and for a loss that is not finite.
     """
     chosen = parameters_of(model, module)
-    with in_evaluation_mode(model), _differentiating_only(model, chosen), torch.enable_grad():
+    with in_evaluation_mode(model), differentiating_only(model, chosen), torch.enable_grad():
         with sdpa_kernel(SDPBackend.MATH):
             loss = mean_nll(model, images, labels)
             if not loss.requires_grad:
@@ -134,21 +131,6 @@ def parameters_of(model: nn.Module, module: str) -> list[nn.Parameter]:
     if not chosen:
         raise InputError(f"module '{module}' has no parameters: choose one that has, or '' for the whole network")
     return chosen
-
-
-@contextmanager
-def _differentiating_only(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
-    """Inside the block `requires_grad` is set for the chosen parameters alone."""
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(False)
-        for parameter in chosen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter, required in before:
-            parameter.requires_grad_(required)
 
 
 def parameter_count(parameters: list[nn.Parameter]) -> int:

@@ -16,19 +16,15 @@ from vitx.core.probabilities import Float64Array
 
 Product = Callable[[Tensor], Tensor]
 
-# A second start vector, orthogonal to the eigenvectors found, takes so many products that it misses the ends of the
-# remaining spectrum by more than this share of its spread with at most this probability.
-SHARE_OF_SPREAD, FAILURE_PROBABILITY = 0.2, 0.01
-# How many standard deviations the grid of the smoothed density reaches beyond the outermost nodes.
-TAIL = 6.0
+# How many standard deviations the grid of the smoothed density reaches beyond the outermost nodes, and its points.
+TAIL, POINTS = 6.0, 1001
 
 
 class Eigenvalues(Record):
     """The eigenvalues of largest magnitude, in descending magnitude, with their signs.
 
     `residuals`: ‖Hv − λv‖ of each pair, v of unit length: the operator has an eigenvalue at most that far from λ.
-    `products`: how often the operator was applied. `converged`: every residual met the tolerance, and the search for
-    missed eigenvalues was finished.
+    `products`: how often the operator was applied. `converged`: every residual met the tolerance.
     """
 
     values: list[float]
@@ -56,11 +52,11 @@ class Density(Record):
 class _Krylov:
     """An orthonormal basis of a Krylov space, in which the operator is tridiagonal.
 
-    draw: returns a random vector. locked: eigenvectors already found, to which the basis is orthogonal too.
+    draw: returns a random vector.
     """
 
-    def __init__(self, product: Product, draw: Callable[[], Tensor], locked: Sequence[Tensor] = ()) -> None:
-        self.product, self.draw, self.locked = product, draw, locked
+    def __init__(self, product: Product, draw: Callable[[], Tensor]) -> None:
+        self.product, self.draw = product, draw
         self.basis: list[Tensor] = []
         self.diagonal: list[float] = []
         self.off_diagonal: list[float] = []  # the last one couples to the vector that comes next
@@ -69,8 +65,8 @@ class _Krylov:
 
     @property
     def complete(self) -> bool:
-        """The basis and `locked` span the whole space."""
-        return len(self.basis) + len(self.locked) == len(self._next)
+        """The basis spans the whole space."""
+        return len(self.basis) == len(self._next)
 
     @property
     def invariant(self) -> bool:
@@ -100,24 +96,14 @@ class _Krylov:
             self._next = image / left if leads_out else self._random_direction()
 
     def ritz_pairs(self) -> tuple[Float64Array, Float64Array, Float64Array]:
-        """Ritz values in descending magnitude, their vectors as columns over the basis, and the pairs' residuals.
-
-        The residuals leave out what the operator does within `locked`.
-        """
+        """Ritz values in descending magnitude, their vectors as columns over the basis, and the pairs' residuals."""
         off = self.off_diagonal[:-1]
         values, columns = np.linalg.eigh(np.diag(self.diagonal) + np.diag(off, 1) + np.diag(off, -1))
         order = np.argsort(-np.abs(values), kind="stable")
         return values[order], columns[:, order], self.off_diagonal[-1] * np.abs(columns[-1, order])
 
-    def vector(self, column: Float64Array) -> Tensor:
-        """The vector (size,) of coordinates `column` in the basis."""
-        whole = torch.zeros_like(self.basis[0])
-        for weight, vector in zip(column.tolist(), self.basis, strict=True):
-            whole.add_(vector, alpha=weight)
-        return whole
-
     def _random_direction(self) -> Tensor:
-        """A random unit vector orthogonal to the basis and to `locked`."""
+        """A random unit vector orthogonal to the basis."""
         vector = self.draw()
         length = self._orthogonalize(vector)
         return vector.div_(length)
@@ -125,12 +111,9 @@ class _Krylov:
     def _orthogonalize(self, vector: Tensor) -> float:
         """Orthogonalise in place and return the length left. Twice: the first pass leaves errors of cancellation."""
         for _ in range(2):
-            for other in (*self.locked, *self.basis):
+            for other in self.basis:
                 vector.addcmul_(other, other @ vector, value=-1)
         return _norm(vector)
-
-
-Done = Callable[[Float64Array, Float64Array], bool]  # of Ritz values and residuals
 
 
 def top_eigenvalues(
@@ -140,55 +123,32 @@ def top_eigenvalues(
     *,
     tolerance: float = 1e-3,
     max_products: int = 300,
-    repeated: bool = True,
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eigenvalues:
-    """The k eigenvalues of largest magnitude of a symmetric operator, with `repeated` each as often as it occurs.
+    """The k eigenvalues of largest magnitude of a symmetric operator.
 
     product: v → Hv over vectors (size,) of `dtype` on `device`. generator: of the CPU. A pair counts as found when
-    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector finds one direction of an eigenspace,
-    so with `repeated` another start vector searches the space orthogonal to the eigenvectors found for further large
-    eigenvalues, for at least the products of Kuczyński & Woźniakowski (SIAM J. Matrix Anal. Appl. 1992, theorem 4.2).
-    With k > size all `size` eigenvalues are returned. If `max_products` run out, `converged` is False. Holds one vector
-    in memory for each product. Raises InputError for k < 1, max_products < k and products that are not finite.
+    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector finds one direction of an eigenspace:
+    an eigenvalue that occurs several times is found once, unless k needs more. With k > size all `size` eigenvalues are
+    returned. If `max_products` run out, `converged` is False. Holds one vector in memory for each product. Raises
+    InputError for k < 1, max_products < k and products that are not finite.
     """
     if size < 1 or not 1 <= k <= max_products:
         raise InputError(
             f"{k} eigenvalues of an operator of size {size} in {max_products} products: expected 1 ≤ k ≤ products"
         )
     k = min(k, size)
-    draw = _drawer(torch.randn, size, generator, dtype, device)
-
-    def settled(values: Float64Array, residuals: Float64Array) -> bool:
-        return len(values) >= k and bool((residuals[:k] <= tolerance * abs(values[0])).all())
-
-    first = _Krylov(product, draw)
-    converged = _iterate(first, max_products, settled)
-    values, columns, residuals = first.ritz_pairs()
-    vectors = [first.vector(column) for column in columns.T[:k]]
-    found = list(zip(values.tolist()[:k], residuals.tolist()[:k], vectors, strict=True))
-    products, bound = len(first.basis), tolerance * abs(values[0])
-    del first  # its basis is most of the memory
-    while repeated and converged and len(found) < size:
-        rest = _Krylov(product, draw, [vector for _, _, vector in found])
-        threshold = sorted((abs(value) for value, _, _ in found), reverse=True)[k - 1] + bound
-        converged = _iterate(rest, max_products - products, _found_or_excluded(threshold, bound, size))
-        products += len(rest.basis)
-        if not rest.basis:
-            break
-        values, columns, residuals = rest.ritz_pairs()
-        if abs(values[0]) <= threshold:
-            break
-        residual = math.hypot(residuals[0], *(residual for _, residual, _ in found))
-        found.append((float(values[0]), residual, rest.vector(columns[:, 0])))
-    found.sort(key=lambda pair: -abs(pair[0]))
+    krylov = _Krylov(product, _drawer(torch.randn, size, generator, dtype, device))
+    converged = False
+    while not converged and len(krylov.basis) < max_products:
+        krylov.step()
+        values, _, residuals = krylov.ritz_pairs()
+        found = len(values) >= k and bool((residuals[:k] <= tolerance * abs(values[0])).all())
+        converged = found or krylov.complete
     return Eigenvalues(
-        values=[value for value, _, _ in found[:k]],
-        residuals=[residual for _, residual, _ in found[:k]],
-        products=products,
-        converged=converged,
+        values=values.tolist()[:k], residuals=residuals.tolist()[:k], products=len(krylov.basis), converged=converged
     )
 
 
@@ -225,50 +185,19 @@ def lanczos_quadrature(
     return Quadrature(nodes=[node for node, _ in pairs], weights=[weight for _, weight in pairs], products=products)
 
 
-def smoothed_density(
-    nodes: Sequence[float], weights: Sequence[float], *, sigma: float | None = None, points: int = 1001
-) -> Density:
+def smoothed_density(nodes: Sequence[float], weights: Sequence[float]) -> Density:
     """Σ weights·N(node, sigma²) on an even grid, scaled to integrate to 1.
 
-    sigma: by default a hundredth of the range of the nodes, or 1 where that is 0. Raises InputError when the grid is
-    too coarse for it.
+    sigma is a hundredth of the range of the nodes, or 1 where that is 0.
     """
     low, high = min(nodes), max(nodes)
-    width = sigma if sigma is not None else (high - low) / 100 or 1.0
-    if width <= 0 or points < 2:
-        raise InputError(f"sigma {width:g} with {points} points: sigma must be above 0, and two points are the least")
-    grid, spacing = np.linspace(low - TAIL * width, high + TAIL * width, points, retstep=True)
-    if spacing > width:
-        raise InputError(f"the grid's spacing {spacing:g} is above sigma {width:g}: more points, or a larger sigma")
-    density = np.zeros(points)
+    sigma = (high - low) / 100 or 1.0
+    grid, spacing = np.linspace(low - TAIL * sigma, high + TAIL * sigma, POINTS, retstep=True)
+    density = np.zeros(POINTS)
     for node, weight in zip(nodes, weights, strict=True):
-        density += weight * np.exp(-0.5 * ((grid - node) / width) ** 2)
+        density += weight * np.exp(-0.5 * ((grid - node) / sigma) ** 2)
     density /= spacing * (density.sum() - (density[0] + density[-1]) / 2)  # numpy 1 has no `trapezoid`
-    return Density(grid=grid.tolist(), density=density.tolist(), sigma=width)
-
-
-def _iterate(krylov: _Krylov, limit: int, done: Done) -> bool:
-    """Step until `done` or until the basis is complete; False when `limit` products came first."""
-    while len(krylov.basis) < limit:
-        krylov.step()
-        values, _, residuals = krylov.ritz_pairs()
-        if krylov.complete or done(values, residuals):
-            return True
-    return False
-
-
-def _found_or_excluded(threshold: float, bound: float, size: int) -> Done:
-    """Done when an eigenvalue above `threshold` in magnitude is found, or known not to exist."""
-    log_odds = math.log(1.648 * math.sqrt(size) / FAILURE_PROBABILITY)
-    least = math.ceil((1 + log_odds / math.sqrt(SHARE_OF_SPREAD)) / 2)
-
-    def done(values: Float64Array, residuals: Float64Array) -> bool:
-        largest, residual = abs(values[0]), residuals[0]
-        if largest > threshold:
-            return bool(residual <= bound)
-        return len(values) >= least and bool(largest + residual <= threshold)
-
-    return done
+    return Density(grid=grid.tolist(), density=density.tolist(), sigma=sigma)
 
 
 def _drawer(

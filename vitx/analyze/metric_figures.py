@@ -131,26 +131,9 @@ def draw_by_kind(axes: "Axes", heights: Mapping[str, Sequence[tuple[Any, float, 
     """Values along the network with their intervals, each marked with the kind of its unit."""
     seen = set()
     for (network, units), style in zip(heights.items(), LINES, strict=False):
-        values = [(kind, value) for kind, value, _ in units]
-        curve = Curve([value for _, value in values], [interval for *_, interval in units])
-        axes.errorbar(
-            range(len(values)),
-            curve.values,
-            yerr=curve.errors(),
-            fmt="none",
-            ecolor=style["color"],
-            elinewidth=0.8,
-            capsize=2,
-        )
-        axes.plot(
-            range(len(values)),
-            [value for _, value in values],
-            color=style["color"],
-            linestyle=style["linestyle"],
-            linewidth=1,
-            label=network if len(heights) > 1 else None,
-        )
-        for index, (kind, value) in enumerate(values):
+        curve = Curve([value for _, value, _ in units], [interval for *_, interval in units])
+        draw_curve(axes, range(len(units)), curve, network if len(heights) > 1 else None, {**style, "marker": ""})
+        for index, (kind, value, _) in enumerate(units):
             label = None if kind in seen else NAMES[kind]
             seen.add(kind)
             filled = "white" if kind == "mlp" else style["color"]

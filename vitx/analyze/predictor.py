@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitx.analyze.accuracy import Predict
-from vitx.analyze.activations import in_evaluation_mode
+from vitx.analyze.activations import differentiating_only, in_evaluation_mode
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.models import image_tensor
 
@@ -36,19 +36,11 @@ def pixel_logits(model: nn.Module, preprocessing: Preprocessing) -> Iterator[Pix
     Inside the block it is in evaluation mode and its parameters take no gradients; afterwards modes, `requires_grad`
     and `grad` are what they were.
     """
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    shape = (1, 3, 1, 1)
-    mean = parameters[0].new_tensor(preprocessing.mean).view(shape)
-    std = parameters[0].new_tensor(preprocessing.std).view(shape)
-    with in_evaluation_mode(model), torch.inference_mode(False), torch.enable_grad():
-        try:
-            for parameter in trained:
-                parameter.requires_grad_(False)
-            yield lambda pixels: model((pixels - mean) / std)
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
+    parameter, shape = next(model.parameters()), (1, 3, 1, 1)
+    mean = parameter.new_tensor(preprocessing.mean).view(shape)
+    std = parameter.new_tensor(preprocessing.std).view(shape)
+    with in_evaluation_mode(model), torch.inference_mode(False), torch.enable_grad(), differentiating_only(model, ()):
+        yield lambda pixels: model((pixels - mean) / std)
 
 
 def as_pixels(images: UInt8Array, model: nn.Module) -> Tensor:

@@ -15,11 +15,6 @@ from vitx.core.errors import InputError
 EPS = 1e-6
 
 
-def log_amplitudes(features_BCSS: Tensor) -> Tensor:
-    """`image_log_amplitudes` averaged over B: (S//2 + 1,), nats."""
-    return image_log_amplitudes(features_BCSS).mean(dim=0)
-
-
 def image_log_amplitudes(features_BCSS: Tensor) -> Tensor:
     """log(|F[k, k]| + 1e-6) of the 2-D Fourier transform, k = 0 … S//2, averaged over C: (B, S//2 + 1), nats.
 
@@ -51,12 +46,12 @@ def _diagonal_basis(side: int) -> tuple[Tensor, Tensor]:
 
 
 def fourier_log_amplitude(features_BCSS: Tensor) -> Tensor:
-    """`log_amplitudes` less that of DC: (S//2 + 1,), nats, 0 first. At -2.3 an amplitude is a tenth of DC's.
+    """`image_log_amplitudes` averaged over B, less that of DC: (S//2 + 1,), nats, 0 first.
 
-    Nyquist's frequency is included, and `frequencies` is the axis: the paper's code leaves Nyquist out and labels the
-    axis wrongly.
+    At -2.3 an amplitude is a tenth of DC's. Nyquist's frequency is included, and `frequencies` is the axis: the paper's
+    code leaves Nyquist out and labels the axis wrongly.
     """
-    amplitudes = log_amplitudes(features_BCSS)
+    amplitudes = image_log_amplitudes(features_BCSS).mean(dim=0)
     return amplitudes - amplitudes[0]
 
 

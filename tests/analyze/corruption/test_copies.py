@@ -55,7 +55,6 @@ def test_cifar_c(cifar_c: Path) -> None:
     assert images.labels.tolist() == [1, 0, 1, 0, 1, 1]
     pixels = next(images.batches(PIXELS.model_copy(update={"crop_fraction": 1.0}), 6))
     assert pixels[:, 31, 31, 0].tolist() == [0, 250, 30, 220, 60, 200]
-    assert copies.open("fog", 2, limit=2).labels.tolist() == [1, 1]
     measured = copies_robustness(mean_is_high, copies, PIXELS, batch_size=4)
     np.testing.assert_allclose(measured.accuracy["fog"], 1 - np.arange(1, 6) / 6)
     np.testing.assert_allclose(measured.accuracy["snow"], np.arange(1, 6) / 6)

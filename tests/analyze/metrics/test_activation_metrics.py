@@ -368,9 +368,7 @@ def test_a_class_token_that_comes_later_hides_no_patch_before() -> None:
         model = timm.create_model(name, num_classes=10, **arguments).eval()
         layout = Layout.of(model)
         (batch,) = stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32))
-        patches = layout.patches(EMBEDDING, batch.streams[EMBEDDING])
-        assert patches is not None
-        assert patches.shape[:2] == (2, 16)
+        assert layout.patches(batch.streams)[EMBEDDING].shape[:2] == (2, 16)
         assert layout.feature_map(EMBEDDING, batch.streams[EMBEDDING]) is not None
 
 

@@ -32,8 +32,8 @@ class CorruptedCopies:
         """Those that the folder has, in the order of the benchmark."""
         return tuple(self.paths)
 
-    def open(self, corruption: str, severity: int, *, limit: int | None = None) -> ImageSet:
-        """The labelled images of one corruption at severity 1 to 5, at most `limit`, evenly spaced.
+    def open(self, corruption: str, severity: int) -> ImageSet:
+        """The labelled images of one corruption at severity 1 to 5.
 
         Raises InputError for a corruption or severity that the folder lacks, for damaged files, and for classes that
         the network does not know.
@@ -42,8 +42,7 @@ class CorruptedCopies:
         if corruption not in self.paths:
             raise InputError(f"no copies of '{corruption}': the folder has {', '.join(self.paths)}")
         path = self.paths[corruption]
-        images = _from_array(path, severity, self.class_names) if path.is_file() else self._from_folder(path, severity)
-        return images.evenly_spaced(limit)
+        return _from_array(path, severity, self.class_names) if path.is_file() else self._from_folder(path, severity)
 
     def _from_folder(self, path: Path, severity: int) -> ImageSet:
         """ImageNet-C: path/SEVERITY/CLASS/image."""

@@ -37,7 +37,7 @@ def linear_cka(x_BP: Tensor, y_BQ: Tensor, *, unbiased: bool = True) -> Tensor:
     """
     if len(x_BP) != len(y_BQ):
         raise InputError(f"CKA of {len(x_BP)} and {len(y_BQ)} images: both sides must be of the same images")
-    grams = grams_of([x_BP, y_BQ]) if unbiased else _centred([x_BP, y_BQ])
+    grams = grams_of([x_BP, y_BQ]) if unbiased else torch.stack([_gram(x_BP), _gram(y_BQ)])
     hsic = hsic_1(grams, grams) if unbiased else torch.einsum("lij,mij->lm", grams, grams)
     return _alignment(hsic[:1, 1:], hsic[0, :1], hsic[1, 1:])[0, 0]
 
@@ -126,10 +126,6 @@ def _gram(features: Tensor) -> Tensor:
     gram = (centred @ centred.T).double()
     rounding = ROUNDINGS * torch.finfo(flat.dtype).eps * torch.linalg.vector_norm(mean).double()
     return torch.where(gram.trace() > len(flat) * rounding.square(), gram, 0.0)
-
-
-def _centred(features: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_gram(layer) for layer in features])
 
 
 def measure_cka(context: MetricContext) -> SimilarityMatrix:

@@ -2,12 +2,11 @@
 
 from torch import nn
 
-from vitx.analyze.activations import EMBEDDING, Activations, Layout
+from vitx.analyze.activations import Activations, Layout
 from vitx.analyze.intervals import rounded
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_matrices
 from vitx.analyze.similarity_matrix import MeanCosine, SimilarityMatrix, matrix_line
-from vitx.analyze.units import residual_units
 
 
 class FeatureSimilarityMetric:
@@ -20,17 +19,10 @@ class FeatureSimilarityMetric:
 
     def __init__(self, model: nn.Module) -> None:
         self._layout = Layout.of(model)
-        self._blocks = {EMBEDDING: EMBEDDING}
-        self._blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
         self._similarity = MeanCosine(axis=-1)
 
     def add(self, batch: Activations) -> None:
-        tokens = {}
-        for name, layer in self._blocks.items():
-            patches = self._layout.patches(name, batch.streams[name]) if name in batch.streams else None
-            if patches is not None:
-                tokens[layer] = patches
-        self._similarity.add(tokens, batch.images)
+        self._similarity.add(self._layout.patches(batch.streams), batch.images)
 
     def result(self) -> SimilarityMatrix:
         values = self._similarity.values()

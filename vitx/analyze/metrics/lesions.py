@@ -11,7 +11,7 @@ from vitx.analyze.accuracy import AccuracyCounter, labelled_batches
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.intervals import Measured, paired_change, share_text
 from vitx.analyze.metric import Metric, MetricContext, NotApplicable
-from vitx.analyze.metric_figures import ACCURACY, HATCHES, NAMES, Curve, draw_lines, whole_numbers
+from vitx.analyze.metric_figures import ACCURACY, HATCHES, NAMES, Curve, draw_curve, draw_lines, whole_numbers
 from vitx.analyze.units import Kind, Unit, residual_units
 from vitx.core.console import progress
 from vitx.core.files import Record
@@ -134,15 +134,7 @@ def _draw_units(axes: "Axes", record: Lesions) -> None:
             label=None if unit.kind in seen else f"without one {NAMES[unit.kind]} unit",
         )
         seen.add(unit.kind)
-    axes.errorbar(
-        range(len(curve.values)),
-        curve.values,
-        yerr=curve.errors(),
-        fmt="none",
-        ecolor="black",
-        elinewidth=0.8,
-        capsize=2,
-    )
+    draw_curve(axes, range(len(curve.values)), curve, None, {"color": "black", "linestyle": "none"})
     axes.axhline(100 * record.accuracy, color="black", linestyle="--", linewidth=1, label="whole network")
     axes.set(xlabel="unit removed, from the input on", ylabel=ACCURACY)
     whole_numbers(axes.xaxis)

@@ -9,7 +9,6 @@ from vitx.analyze.activations import EMBEDDING, Activations, Layout
 from vitx.analyze.intervals import LayerSamples, Measured, ends_text, of_images, rounded
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines
-from vitx.analyze.units import residual_units
 from vitx.core.panels import Results, panels
 from vitx.models.similarity import attention_stds, token_similarities
 
@@ -47,16 +46,12 @@ class OverSmoothingMetric:
 
     def __init__(self, model: nn.Module) -> None:
         self._layout = Layout.of(model)
-        self._blocks = {EMBEDDING: EMBEDDING}
-        self._blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
         self._cos_sim, self._spread, self._images = LayerSamples(), LayerSamples(), 0
 
     def add(self, batch: Activations) -> None:
         self._images += batch.images
-        for name, layer in self._blocks.items():
-            patches = self._layout.patches(name, batch.streams[name]) if name in batch.streams else None
-            if patches is not None:
-                self._cos_sim.add(layer, token_similarities(patches))
+        for layer, patches in self._layout.patches(batch.streams).items():
+            self._cos_sim.add(layer, token_similarities(patches))
         for layer, maps in batch.maps.items():
             self._spread.add(layer, of_images(attention_stds(maps), batch.images))
 
