@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from reference import randomize, randomize_like_trained
 from vitx.core.errors import InputError
-from vitx.models import AlterNet, Block, VisionTransformer, alternet, vit
+from vitx.models import AlterNet, Block, VisionTransformer, alternet, forward_with_tokens, vit
 from vitx.models.alternet import AttentionUnit, BasicUnit, BottleneckUnit, attention_sequence
 from vitx.models.attention import PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.vit import attention_of_blocks
@@ -284,7 +284,7 @@ def test_checkpointed_blocks_give_the_same_tokens_and_gradients(monkeypatch: pyt
     for enabled in (False, True):
         model.set_grad_checkpointing(enabled)
         model.zero_grad()
-        tokens = model.forward_with_tokens(images)
+        tokens = forward_with_tokens(model, images)
         tokens.logits_BC.sum().backward()
         found.append((tokens, model.patch_embed.proj.weight.grad.clone()))
         assert [block for block, _ in called] == (list(model.blocks) if enabled else [])
@@ -297,7 +297,7 @@ def test_checkpointed_blocks_give_the_same_tokens_and_gradients(monkeypatch: pyt
 def test_the_tokens_of_a_pass() -> None:
     model: Any = randomize_like_trained(network(patch_head=True, reg_tokens=2, pre_norm=True)).double().eval()
     images = double(2, 3, 8, 8)
-    tokens = model.forward_with_tokens(images)
+    tokens = forward_with_tokens(model, images)
     embedding = model.patch_embed(images)
     x = model.norm_pre(model._pos_embed(embedding))
     first = model.blocks[0](x)
@@ -307,8 +307,8 @@ def test_the_tokens_of_a_pass() -> None:
     torch.testing.assert_close(tokens.late_BnD, late[:, 3:])
     torch.testing.assert_close(tokens.patch_logits_BnC, model.patch_head(late[:, 3:]))
     torch.testing.assert_close(tokens.logits_BC, model(images))
-    assert model.forward_with_tokens(images, classify_patches=False).patch_logits_BnC is None
-    assert network().forward_with_tokens(images.float()).patch_logits_BnC is None
+    assert forward_with_tokens(model, images, classify_patches=False).patch_logits_BnC is None
+    assert forward_with_tokens(network(), images.float()).patch_logits_BnC is None
     with pytest.raises(AssertionError, match="built without patch_head=True"):
         network().classify_patches(tokens.late_BnD)
     dropping = network(patch_head=True, drop_rate=1.0 - 1e-9).train()

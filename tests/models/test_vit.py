@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 
 from reference import randomize, seq
 from vitx.core.errors import InputError
-from vitx.models import Block, VisionTransformer, attention_std, token_similarity
+from vitx.models import Block, VisionTransformer, attention_std, forward_with_tokens, token_similarity
 from vitx.models.attention import ReAttention, TalkingHeadsAttention
 
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
@@ -47,7 +48,7 @@ def test_heads_and_embeddings(embedding: str, pool: str) -> None:
     options = {"patch_embedding": embedding, "global_pool": pool, "patch_head": True}
     model = VisionTransformer(**{**SMALL, **options}).eval()
     images = torch.rand(2, 3, 16, 16)
-    outputs = model.forward_with_tokens(images)
+    outputs = forward_with_tokens(model, images)
     assert outputs.patch_logits_BnC is not None
     assert outputs.late_BnD.shape == outputs.early_BnD.shape == (2, 16, 24)
     assert outputs.patch_logits_BnC.shape == (2, 16, 5)
@@ -62,7 +63,7 @@ def test_tokens_are_those_of_their_places(dynamic: bool) -> None:
     """Before positions are added, after the first of three blocks, and after the last norm."""
     model: Any = randomize(VisionTransformer(**SMALL, patch_head=True, dynamic_img_size=dynamic).double()).eval()
     images = torch.rand(2, 3, 16, 16, dtype=torch.float64)
-    found = model.forward_with_tokens(images)
+    found = forward_with_tokens(model, images)
     patches = model.patch_embed(images).reshape(2, 16, 24)
     first = torch.cat([model.cls_token.expand(2, -1, -1), patches], dim=1) + model.pos_embed
     x = model.blocks[0](first)
@@ -72,7 +73,32 @@ def test_tokens_are_those_of_their_places(dynamic: bool) -> None:
     torch.testing.assert_close(found.late_BnD, last[:, 1:])
     torch.testing.assert_close(found.patch_logits_BnC, last[:, 1:] @ model.patch_head.weight.T + model.patch_head.bias)
     torch.testing.assert_close(found.logits_BC, last[:, 0] @ model.head.weight.T + model.head.bias)
-    assert model.forward_with_tokens(images, classify_patches=False).patch_logits_BnC is None
+    assert forward_with_tokens(model, images, classify_patches=False).patch_logits_BnC is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("vit_tiny_patch16_224", {"dynamic_img_size": True}),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "class_token": False, "fc_norm": True}),
+        ("deit_tiny_distilled_patch16_224", {}),
+        ("deit3_small_patch16_224", {}),
+        ("vit_small_patch14_reg4_dinov2", {"patch_size": 8}),
+        ("vit_base_patch16_siglip_224", {}),
+    ],
+)
+def test_timms_networks_give_their_tokens(name: str, kwargs: dict[str, Any]) -> None:
+    small: dict[str, Any] = {"img_size": 32, "embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 5}
+    model: Any = randomize(timm.create_model(name, **small, **kwargs)).eval()
+    images, seen = torch.rand(2, 3, 32, 32), []
+    with model.blocks[0].register_forward_hook(lambda block, given, found: seen.append(found)):
+        outputs = forward_with_tokens(model, images)
+    prefix = model.num_prefix_tokens
+    torch.testing.assert_close(outputs.logits_BC, model(images))
+    torch.testing.assert_close(outputs.embedding_BnD, model.patch_embed(images).reshape(2, -1, 24))
+    torch.testing.assert_close(outputs.early_BnD, seen[0][:, prefix:])
+    torch.testing.assert_close(outputs.late_BnD, model.forward_features(images)[:, prefix:])
+    assert outputs.patch_logits_BnC is None
 
 
 def test_each_rate_reaches_its_layers() -> None:
@@ -109,9 +135,9 @@ def test_initial_weights_have_their_spread() -> None:
 def test_checkpointing_changes_nothing() -> None:
     model = VisionTransformer(**SMALL, attention="re-attention")
     images = torch.rand(2, 3, 16, 16)
-    plain = model.eval().forward_with_tokens(images).logits_BC
+    plain = forward_with_tokens(model.eval(), images).logits_BC
     model.set_grad_checkpointing()
-    torch.testing.assert_close(model.forward_with_tokens(images).logits_BC, plain)
+    torch.testing.assert_close(forward_with_tokens(model, images).logits_BC, plain)
 
 
 def test_reset_classifier_resets_both_heads() -> None:

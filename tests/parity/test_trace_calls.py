@@ -181,7 +181,6 @@ def test_token_similarity_is_measured_where_there_are_blocks_with_names(
     asked: list[Any] = []
     tokens = TokenSimilarity(images=1, layers=("a",), reference=(0.5,), candidate=(0.5,), allowed=0.1)
     answers = [tokens, TokenSimilarity(images=1, layers=(), reference=(), candidate=(), allowed=0.1)]
-    monkeypatch.setattr(divergence, "compare_token_similarity", lambda *a, **o: note(asked, (a, o), answers.pop(0)))
     network = Blocks()
     reference, candidate = model(network=lambda: network), in_precision(bundle, "int8")
 
@@ -196,8 +195,9 @@ def test_token_similarity_is_measured_where_there_are_blocks_with_names(
         "parity: CosSim by layer is left out: the graph has no tensor 'embedding'"
     )
     assert measured(reference, candidate, quiet=True) is None
-    assert (capsys.readouterr().err, asked) == ("", [])
+    assert capsys.readouterr().err == ""
     onnx.save(named_graph(), str(bundle.model_path))
+    monkeypatch.setattr(divergence, "compare_token_similarity", lambda *a, **o: note(asked, (a, o), answers.pop(0)))
     assert measured(reference, candidate) is tokens
     ((arguments, options),) = asked
     assert (arguments[0], arguments[1], len(arguments[3]), options) == (network, PIXEL, 64, {"precision": "int8"})

@@ -14,7 +14,7 @@ from vitx.models.build import Normalization, build_model, image_tensor, load_run
 from vitx.models.public_checkpoint import LoadReport, load_public_checkpoint
 from vitx.models.recalibration import recalibrate
 from vitx.models.similarity import attention_std, token_similarity
-from vitx.models.vit import Block, TokenOutputs, VisionTransformer
+from vitx.models.vit import Block, TokenOutputs, VisionTransformer, forward_with_tokens
 from vitx.models.window_attention import LocalAttention, WindowAttention
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "attention_std",
     "build_model",
     "fold_head_mix",
+    "forward_with_tokens",
     "image_tensor",
     "load_public_checkpoint",
     "load_run_model",

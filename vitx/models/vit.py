@@ -114,11 +114,12 @@ class Block(nn.Module):
 class TokenOutputs(NamedTuple):
     """What the over-smoothing losses (docs/maths.md §2) need of one forward pass; the n patches without class token.
 
-    embedding: before positions are added. early: after the first block. late: after the final LayerNorm.
-    patch_logits: of the late patches, by the patch head; None without one.
+    logits: the network's output, of timm's distilled networks two in training. embedding: before positions are added.
+    early: after the first block. late: after the final LayerNorm. patch_logits: of the late patches, by the patch head;
+    None without one.
     """
 
-    logits_BC: Tensor
+    logits_BC: Any
     embedding_BnD: Tensor
     early_BnD: Tensor
     late_BnD: Tensor
@@ -233,32 +234,36 @@ class VisionTransformer(TimmVisionTransformer):
         """N: patches and, where there is one, the class token."""
         return int(self.patch_embed.num_patches) + int(self.num_prefix_tokens)
 
-    def forward_with_tokens(self, images: Tensor, *, classify_patches: bool = True) -> TokenOutputs:
-        """`forward` of images (B, 3, S, S), with tokens; `classify_patches=False` leaves the patches' logits out."""
-        embedding_BnD = self.patch_embed(images)
-        # The class token is put in front and positions are added: (B, n, D) → (B, N, D).
-        x_BND = self.norm_pre(self.patch_drop(self._pos_embed(embedding_BnD)))
-        early_BND = x_BND
-        for index, block in enumerate(self.blocks):
-            x_BND = checkpoint(block, x_BND, use_reentrant=False) if self.grad_checkpointing else block(x_BND)
-            if index == 0:
-                early_BND = x_BND
-        x_BND = self.norm(x_BND)
-        late_BnD = x_BND[:, self.num_prefix_tokens :]
-        patch_head = classify_patches and self.patch_head is not None
-        return TokenOutputs(
-            logits_BC=self.forward_head(x_BND),
-            embedding_BnD=embedding_BnD.flatten(1, -2),  # with dynamic_img_size they are (B, h, w, D)
-            early_BnD=early_BND[:, self.num_prefix_tokens :],
-            late_BnD=late_BnD,
-            patch_logits_BnC=self.classify_patches(late_BnD) if patch_head else None,
-        )
-
     def classify_patches(self, patches: Tensor) -> Tensor:
         """Final patches, or means of them, (…, D) → (…, C), through the patch head, with the head's dropout."""
         assert self.patch_head is not None, "the network was built without patch_head=True"
         logits: Tensor = self.patch_head(self.head_drop(patches))
         return logits
+
+
+def forward_with_tokens(model: TimmVisionTransformer, images: Tensor, *, classify_patches: bool = True) -> TokenOutputs:
+    """`model(images)` of images (B, 3, S, S), with tokens: of vitx's ViT and timm's, of its distilled ones too.
+
+    `classify_patches=False` leaves the patches' logits out, which only a network with a patch head has.
+    """
+    embedding_BnD = model.patch_embed(images)
+    # The class token is put in front and positions are added: (B, n, D) → (B, N, D).
+    x_BND = model.norm_pre(model.patch_drop(model._pos_embed(embedding_BnD)))
+    early_BND = x_BND
+    for index, block in enumerate(model.blocks):
+        x_BND = checkpoint(block, x_BND, use_reentrant=False) if model.grad_checkpointing else block(x_BND)
+        if index == 0:
+            early_BND = x_BND
+    x_BND = model.norm(x_BND)
+    late_BnD = x_BND[:, model.num_prefix_tokens :]
+    has_head = isinstance(model, VisionTransformer) and model.patch_head is not None
+    return TokenOutputs(
+        logits_BC=model.forward_head(x_BND),
+        embedding_BnD=embedding_BnD.flatten(1, -2),  # with dynamic_img_size they are (B, h, w, D)
+        early_BnD=early_BND[:, model.num_prefix_tokens :],
+        late_BnD=late_BnD,
+        patch_logits_BnC=model.classify_patches(late_BnD) if has_head and classify_patches else None,  # type: ignore[operator]
+    )
 
 
 def attention_of_blocks(attention: AttentionKind | Sequence[AttentionKind], depth: int) -> list[AttentionKind]:

@@ -16,7 +16,8 @@ import vitx.models  # noqa: F401  # registers deit_digits
 from reference import attention_similarity_loss
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
-from vitx.models import attention_maps
+from vitx.models import attention_maps, forward_with_tokens
+from vitx.train.losses import objective
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, unmixed
 from vitx.train.losses.distillation import Teacher
 from vitx.train.losses.objective import (
@@ -60,7 +61,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def test_the_total_is_the_weighted_sum_of_its_parts(model: Any, batch: MixedBatch) -> None:
     losses = compute_losses(model, batch, RECIPE, 10)
-    tokens = model.forward_with_tokens(batch.images_B3SS)
+    tokens = forward_with_tokens(model, batch.images_B3SS)
+    assert tokens.patch_logits_BnC is not None
     own = cross_entropy(tokens.logits_BC, torch.tensor([1, 2, 3, 4]))
     partner = cross_entropy(tokens.logits_BC, torch.tensor([4, 3, 2, 1]))
     expected = {
@@ -84,7 +86,7 @@ def test_the_official_losses_and_the_regulariser_are_what_the_recipe_asks_for(mo
     model = model.eval()  # no dropout, so that a second pass is the same
     losses = compute_losses(model, batch, recipe, 10)
     with attention_maps(model, of=lambda maps: maps) as maps:
-        tokens = model.forward_with_tokens(batch.images_B3SS)
+        tokens = forward_with_tokens(model, batch.images_B3SS)
     own, partner = (smooth_one_hot(torch.tensor(each), 10, 0.1) for each in ([1, 2, 3, 4], [4, 3, 2, 1]))
     embedding = model.patch_embed(batch.images_B3SS)
     expected = {
@@ -196,6 +198,13 @@ def test_networks_without_what_a_loss_needs_are_refused(model: Any) -> None:
     with pytest.raises(InputError, match=r"has no square patch grid for CutMix: set cutmix\.probability=0"):
         check_model(without, plain)
     check_model(apply_overrides(without, ["cutmix.probability=0"]), plain)
+
+
+def test_timms_vit_has_all_losses_but_the_one_of_single_patches() -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    with pytest.raises(InputError, match=r"has no classifier of patches, which losses\.mixing needs: set"):
+        check_model(RECIPE, vit)
+    check_model(apply_overrides(RECIPE, ["losses.mixing=0"]), vit)
 
 
 @pytest.mark.parametrize("side", [64, 72, 224])
@@ -433,13 +442,12 @@ def test_single_patches_are_classified_where_their_logits_are_used(
     model: Any, batch: MixedBatch, monkeypatch: pytest.MonkeyPatch, variant: str, classified: bool
 ) -> None:
     asked: list[bool] = []
-    forward = model.forward_with_tokens
 
-    def recorded(images: Tensor, *, classify_patches: bool = True) -> Any:
+    def recorded(model: Any, images: Tensor, *, classify_patches: bool = True) -> Any:
         asked.append(classify_patches)
-        return forward(images, classify_patches=classify_patches)
+        return forward_with_tokens(model, images, classify_patches=classify_patches)
 
-    monkeypatch.setattr(model, "forward_with_tokens", recorded)
+    monkeypatch.setattr(objective, "forward_with_tokens", recorded)
     compute_losses(model, batch, apply_overrides(RECIPE, [f"losses.mixing_variant={variant}"]), 10)
     assert asked == [classified]
 

@@ -13,10 +13,11 @@ import timm.data
 import torch
 import torch.nn.functional as F
 from timm.data.random_erasing import RandomErasing
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
-from vitx.models import TokenOutputs, VisionTransformer
+from vitx.models import TokenOutputs, VisionTransformer, forward_with_tokens
 from vitx.models.attention import HeadMixAttention, TalkingHeadsAttention
 from vitx.models.attention_maps import attention_layers
 from vitx.models.window_attention import LocalAttention
@@ -62,11 +63,16 @@ def patch_grid(model: nn.Module) -> PatchGrid | None:
 def check_model(recipe: Recipe, model: nn.Module) -> None:
     """Refuse a network that cannot compute the recipe's losses; raise InputError naming the setting to change."""
     losses, no_boxes = recipe.losses, bool(recipe.cutmix.probability) and patch_grid(model) is None
-    if losses.need_tokens and not isinstance(model, VisionTransformer):
+    if losses.need_tokens and not isinstance(model, TimmVisionTransformer):
         raise InputError(
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
             f"losses.cosine=0, losses.contrastive=0 and losses.mixing=0{', and cutmix.probability=0' * no_boxes}, or "
             "choose a model of `vitx models`"
+        )
+    if losses.mixing and not isinstance(model, VisionTransformer):
+        raise InputError(
+            f"model '{recipe.model.name}' has no classifier of patches, which losses.mixing needs: set "
+            "losses.mixing=0, or choose a model of `vitx models`, whose ViTs load the weights of timm's"
         )
     if losses.need_tokens and not isinstance(getattr(model, "patch_drop", nn.Identity()), nn.Identity):
         raise InputError(
@@ -214,9 +220,9 @@ def _forward(
     """The patch tokens, where a loss needs them, and the network's output: logits (B, C), or two of them."""
     if not weights.need_tokens:
         return None, model(images)
-    assert isinstance(model, VisionTransformer)
+    assert isinstance(model, TimmVisionTransformer)
     # The official mixing loss classifies pooled regions, so it does not need the logits of every patch.
-    tokens = model.forward_with_tokens(images, classify_patches=weights.mixing_variant == "paper")
+    tokens = forward_with_tokens(model, images, classify_patches=weights.mixing_variant == "paper")
     return tokens, tokens.logits_BC
 
 

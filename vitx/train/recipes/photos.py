@@ -37,9 +37,10 @@ def photos() -> Recipe:
     Command: vitx train photos --data FOLDER
     Hardware: any; size, batch and epochs are chosen from the images and the machine, and printed.
     Time: `vitx train photos --data FOLDER --dry-run` measures it before you begin.
-    Result: depends on your images. None of real photographs were available here, so that these settings are DeiT's,
-        weakened for small sets, and not the best of several that were measured. With fewer than some thousand images
-        begin with published weights: --from model:timm/vit_tiny_patch16_224 (lower rate, rate by layer, fewer epochs).
+    Result: depends on your images; 99.5 % top-1 of 600 MR images of heads, after three epochs on 2,400 from DINOv2's
+        ViT-S/14 (docs/benchmarks.md). The settings are DeiT's, weakened for small sets, and not the best of several
+        that were measured. With fewer than some thousand images begin with published weights: --from
+        model:timm/vit_tiny_patch16_224 (lower rate, rate by layer, fewer epochs).
     """
     return Recipe(
         name="photos",
