@@ -140,7 +140,7 @@ def heads(wheels: Path, work: Path, epochs: int) -> dict[str, Any]:
     weights = work / "dinov2.safetensors"
     save_file(tensors_of(graph.graph), weights)
     common: dict[str, Any] = {"epochs": epochs, "execution.precision": "bfloat16", "keep_every": 1}
-    # The token losses need vitx's own ViT, which takes the same weights.
+    # vitx's own ViT, which takes the same weights.
     ours = {"model.name": "deit_small_12", "model.kwargs.patch_size": 14, "model.kwargs.init_values": 1e-5}
     variants: dict[str, dict[str, Any]] = {"plain": {"model.name": NETWORK}, "cosine": {**ours, "losses.cosine": 0.3}}
     return {"backbone": against_the_graph(graph, weights, images)} | {
