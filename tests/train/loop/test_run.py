@@ -221,17 +221,30 @@ def test_a_folder_of_images_trains(vitx: Vitx, image_folder: Path, tmp_path: Pat
     assert "the train images changed since the run began (18 then, 17 now)" in err
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t"])
-def test_a_model_of_timm_trains_without_token_losses(vitx: Vitx, image_folder: Path, tmp_path: Path, name: str) -> None:
-    settings = ("--set", f"model.name={name}", "--set", "epochs=1")
-    arguments = ("train", "digits-deit", "--data", image_folder, "--out", tmp_path / "run", *settings)
+@pytest.mark.parametrize(
+    ("name", "refused", "settings", "losses"),
+    [
+        ("resnet10t", "does not give its patch tokens", PLAIN_LOSSES, set()),
+        (
+            "vit_tiny_patch16_224",
+            "has no classifier of patches",
+            ("--set", "losses.mixing=0", "--set", "losses.cosine=0.3", "--set", "losses.contrastive=1"),
+            {"cosine", "contrastive"},
+        ),
+    ],
+)
+def test_a_model_of_timm_trains_with_the_losses_that_it_has(
+    vitx: Vitx, image_folder: Path, tmp_path: Path, name: str, refused: str, settings: tuple[str, ...], losses: set[str]
+) -> None:
+    chosen = ("--set", f"model.name={name}", "--set", "epochs=1")
+    arguments = ("train", "digits-deit", "--data", image_folder, "--out", tmp_path / "run", *chosen)
     code, _, err = vitx(*arguments)
     assert code == 2
-    assert f"model '{name}' does not give its patch tokens" in err
+    assert f"model '{name}' {refused}" in err
     assert not (tmp_path / "run").exists()
-    code, _, err = vitx(*arguments, *PLAIN_LOSSES)
+    code, _, err = vitx(*arguments, *settings)
     assert code == 0, err
-    assert metrics_of(tmp_path / "run")[0]["losses"].keys() == {"classification", "total"}
+    assert metrics_of(tmp_path / "run")[0]["losses"].keys() == {"classification", "total"} | losses
 
 
 def test_an_unreadable_image_is_named_or_counted(vitx: Vitx, image_folder: Path, tmp_path: Path) -> None:
