@@ -13,7 +13,7 @@ from vitx.analyze.images import is_plain_folder, open_analysis_images
 from vitx.analyze.metric import AnalysisOptions, NotApplicable
 from vitx.analyze.options import AnalysisRequest
 from vitx.analyze.similarity_matrix import SimilarityMatrix
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import InputError
 from vitx.core.files import check_folder
 from vitx.data.image_set import ImageSet
@@ -59,7 +59,7 @@ def analyze_networks(
 
     for source in sources:
         source.model.to(device)
-        log(f"analyze: {source.name}, {len(images)} images of {images.name}", quiet=quiet)
+        log(f"analyze: {source.name}, {counted(len(images), 'image')} of {images.name}", quiet=quiet)
         if source.lacks:
             log(f"warning: {source.lacks}")
         analyses.append(analyze(source, images, metrics, options, cache=cache, report=report, quiet=quiet))

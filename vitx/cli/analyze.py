@@ -72,7 +72,7 @@ def _print_findings(analyses: "list[Analysis]") -> None:
 def _print_table(analyses: "list[Analysis]", metrics: tuple[str, ...]) -> None:
     from vitx.analyze import METRICS
     from vitx.analyze.analysis_report import network_names
-    from vitx.core.console import print_table
+    from vitx.core.console import counted, print_table
 
     def cell(analysis: "Analysis", name: str) -> str:
         if name in analysis.results:
@@ -81,4 +81,4 @@ def _print_table(analyses: "list[Analysis]", metrics: tuple[str, ...]) -> None:
 
     rows = [(name, *(cell(analysis, name) for analysis in analyses)) for name in metrics]
     images = analyses[0].images
-    print_table(f"{len(images)} images of {images.name}", ("metric", *network_names(analyses)), rows)
+    print_table(f"{counted(len(images), 'image')} of {images.name}", ("metric", *network_names(analyses)), rows)
