@@ -15,7 +15,6 @@ of the rounds'. Both answers are compared with the checkpoint's on the evaluatio
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -33,7 +32,7 @@ from support.as_exported import export_as_it_comes
 from support.http_load import Connection
 from support.server_peers import Server, package_versions, served, triton_server
 from support.server_turns import spread, turn
-from support.targets import all_hold, command_line, report_header, save_report
+from support.targets import all_hold, command_line, report_header, save_report, vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import VitxError
 from vitx.core.preprocess import UInt8Array
@@ -82,10 +81,6 @@ def train(name: str, run: Path) -> RunFolder:
         settings = [part for key, value in NETWORKS[name][0].items() for part in ("--set", f"{key}={value}")]
         vitx("train", "digits-deit", "--out", str(run), "--quiet", *settings)
     return RunFolder.open(run)
-
-
-def vitx(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def export_other(run: RunFolder, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     return parser
+
+
+def vitx(*arguments: str) -> None:
+    """Run a verb, without its result; raise CalledProcessError for another exit code than 0."""
+    subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def verdict(result: dict[str, Any]) -> str:

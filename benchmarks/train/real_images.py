@@ -15,7 +15,6 @@ with the recipe digits-deepvit. A run or bundle that is in FOLDER is taken as it
 
 import gzip
 import json
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -31,7 +30,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report
+from support.targets import all_hold, command_line, report_header, save_report, vitx
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
@@ -90,10 +89,6 @@ def against_the_graph(model: onnx.ModelProto, weights: Path, images: Path) -> di
     return {**errors, "holds": errors["with the positions of graph"] <= TARGET}
 
 
-def vitx(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
-
-
 def as_folders(packed: Path, images: Path) -> Path:
     """Fashion-MNIST as train/CLASS/*.png and val/CLASS/*.png."""
     for prefix, split in (("train", "train"), ("t10k", "val")):
@@ -131,8 +126,7 @@ def exported(run: RunFolder, precision: str) -> dict[str, Any]:
     if not path.exists():
         vitx("export", str(run.path), "--precision", precision, "--out", str(path))
     bundle = Bundle.open(path)
-    certificate = bundle.certificate()
-    assert certificate is not None
+    certificate = bundle.require_certificate()
     said = certificate.model_dump(include={"verdict", "images", "flip_rate_bound", "max_logit_error", "reasons"})
     return {**said, "flips": len(certificate.flips), "bytes": bundle.model_path.stat().st_size}
 

@@ -9,8 +9,8 @@ from PIL import Image
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
-from vitx.core.run import SPLIT_FILE
-from vitx.data.flat_folder import FolderSplit, ImagesOfSplit, check_outside, data_of_run
+from vitx.core.run import SPLIT_FILE, RunFolder
+from vitx.data.flat_folder import FolderSplit, ImagesOfSplit, check_outside
 from vitx.data.open import open_images
 
 ODD = "[/b] a dog"  # a folder "[" and one in it: paths have brackets and spaces
@@ -67,11 +67,11 @@ def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
     before = {split: open_images(str(root), split, skip_bad=True) for split in ("train", "val")}
     run = tmp_path / "run"
     run.mkdir()
-    assert data_of_run(run, "photos") == "photos"
+    assert RunFolder(run).images_of("photos") == "photos"
     write_json(run / SPLIT_FILE, FolderSplit.of(before["train"], before["val"]))
     for number in range(10, 40):
         Image.new("RGB", (8, 8)).save(root / "cat" / f"{number}.png")
-    kept = data_of_run(run, "photos")
+    kept = RunFolder(run).images_of("photos")
     for split, images in before.items():
         again = open_images(kept, split)  # type: ignore[arg-type]
         assert (again.keys, again.labels.tolist()) == (images.keys, images.labels.tolist())

@@ -22,6 +22,10 @@ NOT_OF_THE_NETWORK = {
 }
 
 
+def is_split_file(data: str) -> bool:
+    return Path(data).name == SPLIT_FILE
+
+
 class ModelSpec(Record):
     """How to build the network: `timm.create_model(name, num_classes=…, **kwargs)` after `import vitx.models`."""
 
@@ -105,9 +109,16 @@ class RunFolder:
     @property
     def info(self) -> RunInfo:
         """What run.json says; for the run's own split.json the one beside it, wherever the run was moved."""
-        info, own = read_record(self.info_path, RunInfo), (self.path / SPLIT_FILE).absolute()
-        is_own = Path(info.data).name == SPLIT_FILE and own.is_file()
-        return info.model_copy(update={"data": str(own)}) if is_own else info
+        info = read_record(self.info_path, RunInfo)
+        return info.model_copy(update={"data": self.images_of(info.data)}) if is_split_file(info.data) else info
+
+    @property
+    def split_path(self) -> Path:
+        return self.path.absolute() / SPLIT_FILE
+
+    def images_of(self, data: str) -> str:
+        """What the run's images are read from: its own split.json, where it has one, or else `data`."""
+        return str(self.split_path) if self.split_path.is_file() else data
 
     @property
     def metrics_path(self) -> Path:

@@ -56,15 +56,6 @@ class FolderSplit(Record):
         return cls(folder=train.name, class_names=train.class_names, train=parts[0], val=parts[1])
 
 
-def is_split_file(data: str) -> bool:
-    return Path(data).name == SPLIT_FILE
-
-
-def data_of_run(run: Path, data: str) -> str:
-    """What a run's images are read from: its split.json, where it has one, or else its recipe's `data`."""
-    return str((run / SPLIT_FILE).absolute()) if (run / SPLIT_FILE).is_file() else data
-
-
 def check_outside(images: ImageSet, out: Path) -> None:
     """Raise InputError for a run folder among the class folders of `images`: it has images too, and looks like one."""
     root, run = (Path(os.path.realpath(path)) for path in (images.name, out))

@@ -5,8 +5,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from vitx.core.errors import InputError, unknown_name
+from vitx.core.run import is_split_file
 from vitx.data.digits import open_digits
-from vitx.data.flat_folder import is_flat, is_split_file, open_flat, open_split_file
+from vitx.data.flat_folder import is_flat, open_flat, open_split_file
 from vitx.data.folder import CheckSize, class_names_in, folders_in, list_images, open_folder, split_folder
 from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 

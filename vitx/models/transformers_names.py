@@ -5,9 +5,10 @@ import re
 import torch
 from torch import Tensor
 
+_FAMILY = r"(?:(?:vit|deit|dinov2|dinov2_with_registers)\.)?"
 # What is written to a file, in all releases; where release 5 calls it otherwise in memory, that too. In this order.
 _NAMES = (
-    (r"^(vit|deit|dinov2|dinov2_with_registers)\.", ""),
+    ("^" + _FAMILY, ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
     (r"^embeddings\.distillation_token$", "dist_token"),
@@ -25,7 +26,7 @@ _NAMES = (
     (r"^(cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
-_FIRST = re.compile(r"((vit|deit|dinov2|dinov2_with_registers)\.)?embeddings\.patch_embeddings\.projection\.weight")
+_FIRST = re.compile(_FAMILY + r"embeddings\.patch_embeddings\.projection\.weight")
 _PROJECTION = re.compile(r"(blocks\.\d+\.)attention\.(?:attention\.)?(query|key|value|q_proj|k_proj|v_proj)\.(\w+)")
 
 

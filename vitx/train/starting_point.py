@@ -29,8 +29,8 @@ def begun_from(recipe: Recipe, source: str) -> Recipe:
         return _from_published(recipe, SourceRequest(source))
     path = Path(source).absolute()
     if path.is_dir():
-        weights = sorted(each for pattern in ("*.safetensors", "*.bin", "*.pth") for each in path.glob(pattern))
-        if weights and not RunFolder(path).exists():  # as timm and transformers save one
+        kinds = () if RunFolder(path).exists() else ("*.safetensors", "*.bin", "*.pth")
+        if weights := sorted(each for kind in kinds for each in path.glob(kind)):  # as timm and transformers save one
             raise InputError(f"--from {source}: no run; for the weights in that folder give --from {weights[0]}")
         info = RunFolder.open(path).info
         kwargs = {name: value for name, value in info.model.kwargs.items() if name not in DERIVED_ARGUMENTS}

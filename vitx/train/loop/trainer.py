@@ -19,8 +19,8 @@ from torch import nn
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
 from vitx.core.files import staged_folder, write_bytes, write_json
-from vitx.core.run import SPLIT_FILE, CheckpointState, RunFolder, RunInfo
-from vitx.data.flat_folder import FolderSplit, check_outside, data_of_run
+from vitx.core.run import CheckpointState, RunFolder, RunInfo
+from vitx.data.flat_folder import FolderSplit, check_outside
 from vitx.data.open import open_splits
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
@@ -158,7 +158,7 @@ class Trainer:
         initial_weights: bool = True,
     ) -> None:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
-        data = data_of_run(run.path, recipe.data)
+        data = run.images_of(recipe.data)
         check_size = recipe.preprocessing.check_size
         self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad, check_size=check_size)
         check_outside(self.train_images, run.path)
@@ -243,7 +243,7 @@ class Trainer:
             model=self.spec,
             class_names=self.train_images.class_names,
             preprocessing=self.recipe.preprocessing,
-            data=str((self.run.path / SPLIT_FILE).absolute()) if self.train_images.by_hash else self.recipe.data,
+            data=str(self.run.split_path) if self.train_images.by_hash else self.recipe.data,
             seed=self.recipe.seed,
         )
         with staged_folder(self.run.path, replaces=False) as stage:
@@ -251,7 +251,7 @@ class Trainer:
             write_json(stage / ENVIRONMENT_FILE, environment)
             write_bytes(stage / FIRST_BATCH, first_batch(self.data))
             if self.train_images.by_hash:
-                write_json(stage / SPLIT_FILE, FolderSplit.of(self.train_images, self.val_images))
+                write_json(RunFolder(stage).split_path, FolderSplit.of(self.train_images, self.val_images))
             write_json(RunFolder(stage).info_path, info)
 
     def _restore(self) -> None:
