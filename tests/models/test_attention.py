@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from reference import randomize, randomize_like_trained, seq
 from vitx.core.errors import InputError
-from vitx.models import PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
+from vitx.models import AttnScaleAttention, PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
 from vitx.models.head_mix import mix_heads
 
 
@@ -61,6 +61,60 @@ def test_talking_heads_reproduce_the_reference() -> None:
     torch.testing.assert_close(
         attention(seq(3, 1, 3, 8))[0, 0], torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0
     )
+
+
+def reference_attn_scale() -> AttnScaleAttention:
+    attention = AttnScaleAttention(8, 2, qkv_bias=False).double()
+    with torch.no_grad():
+        attention.qkv.weight.copy_(seq(0, 24, 8))
+        attention.proj.weight.copy_(seq(1, 8, 8))
+        attention.proj.bias.copy_(seq(2, 8))
+        attention.lamb.copy_(torch.tensor([0.5, -0.25]))
+    return attention
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attn_scale_reproduces_the_reference(fused: bool) -> None:
+    attention = reference_attn_scale()
+    attention.fused_attn = fused
+    expected = [-9.055067, -16.11517, -15.950851, -8.621221, 2.595752, 12.668939, 17.070574, 13.811552]
+    torch.testing.assert_close(
+        attention(seq(3, 1, 3, 8))[0, 0], torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0
+    )
+
+
+def test_attn_scale_is_the_authors_formula() -> None:
+    """Their steps on whole maps: subtract 1/N, scale, add it again."""
+    attention = reference_attn_scale()
+    x, N = seq(3, 2, 5, 8), 5
+    q, k, v = attention.qkv(x).reshape(2, N, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    low = torch.ones(N, N, dtype=torch.float64) / N
+    high = (q @ k.transpose(-2, -1) / 2).softmax(-1) - low
+    maps = low + high * (1 + attention.lamb[None, :, None, None])
+    expected = attention.proj((maps @ v).transpose(1, 2).reshape(2, N, 8))
+    torch.testing.assert_close(attention(x), expected, atol=1e-12, rtol=0)
+    (theirs,) = torch.autograd.grad(expected.square().sum(), [attention.lamb])
+    (ours,) = torch.autograd.grad(attention(x).square().sum(), [attention.lamb])
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def test_attn_scale_begins_as_plain_attention() -> None:
+    attention, plain = AttnScaleAttention(24, 3), PlainAttention(24, 3)
+    plain.load_state_dict({key: value for key, value in attention.state_dict().items() if key != "lamb"})
+    x = torch.randn(2, 7, 24)
+    assert torch.equal(attention(x), plain(x))
+
+
+def test_attn_scale_drops_the_same_entries_fused_or_not() -> None:
+    attention = reference_attn_scale().train()
+    attention.attn_drop.p = 0.5
+    found = []
+    for fused in (True, False):
+        attention.fused_attn = fused
+        torch.manual_seed(0)
+        found.append(attention(seq(3, 2, 5, 8)))
+    torch.testing.assert_close(*found)
+    assert not torch.allclose(found[0], attention.eval()(seq(3, 2, 5, 8)))
 
 
 def test_the_fold_reproduces_the_reference() -> None:

@@ -72,6 +72,20 @@ def test_mixed_maps_meet_v() -> None:
         torch.testing.assert_close(mixed[name], mix_heads(maps, *fold_head_mix(attention)), atol=1e-4, rtol=1e-4)
 
 
+def test_the_maps_of_attn_scale_meet_v() -> None:
+    model: Any = randomize(timm.create_model("attnscale_small_12", **VIT)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        with attention_maps(model) as softmax:
+            model(images)
+        with attention_maps(model, stage="mixed") as mixed:
+            model(images)
+    for name, maps in softmax.items():
+        scale = 1 + model.get_submodule(name).lamb.view(-1, 1, 1)
+        torch.testing.assert_close(mixed[name], scale * maps + (1 - scale) / maps.shape[-1])
+        torch.testing.assert_close(mixed[name].sum(-1), torch.ones_like(maps[..., 0]))
+
+
 def test_a_layer_that_was_not_fused_stays_so() -> None:
     model: Any = timm.create_model("deit_tiny_12", **VIT).eval()
     model.blocks[1].attn.fused_attn = False

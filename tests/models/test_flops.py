@@ -116,6 +116,8 @@ def alternet(name: str) -> int:
 def by_hand(name: str) -> int:
     if name.endswith("_digits"):
         return digits(mixes=3 if name.startswith("deepvit") else 0)
+    if name.startswith(("attnscale", "featscale")):  # no product more than DeiT
+        return deit(name.replace(name.split("_")[0], "deit"))
     return {"deit": deit, "deepvit": deepvit, "plainvit": deepvit, "alternet": alternet}[name.split("_")[0]](name)
 
 

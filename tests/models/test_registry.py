@@ -1,4 +1,4 @@
-"""What every name is built with, written out again from the papers' tables: the 83 names without building one."""
+"""What every name is built with, written out again from the papers' tables: the 91 names without building one."""
 
 import json
 from importlib.resources import files
@@ -27,6 +27,14 @@ def deit(name: str) -> tuple[Arguments, Arguments]:
     arguments = {"embed_dim": width, "num_heads": width // 64, "depth": int(depth), "attention": attention}
     cfg = {"mean_std": IMAGENET, "crop_pct": 0.875 if image == 224 else 1.0}
     return {**arguments, "img_size": image}, {**cfg, "image": image}
+
+
+def anti_oversmoothing(name: str) -> tuple[Arguments, Arguments]:
+    """Wang et al.: DeiT with one argument more, of 224 px."""
+    method, rest = name.split("_", 1)
+    arguments, cfg = deit(f"deit_{rest}")
+    changed = {"attention": "attn-scale"} if method == "attnscale" else {"feat_scale": True}
+    return {key: arguments[key] for key in ("embed_dim", "num_heads", "depth")} | changed, cfg
 
 
 def deepvit(name: str) -> tuple[Arguments, Arguments]:
@@ -72,13 +80,20 @@ def digits(name: str) -> tuple[Arguments, Arguments]:
 def by_hand(name: str) -> tuple[Arguments, Arguments]:
     if name.endswith("_digits"):
         return digits(name)
-    return {"deit": deit, "deepvit": deepvit, "plainvit": deepvit, "alternet": alternet}[name.split("_")[0]](name)
+    family = {"deit": deit, "deepvit": deepvit, "plainvit": deepvit, "alternet": alternet}
+    return family.get(name.split("_")[0], anti_oversmoothing)(name)
 
 
 def names_by_hand() -> set[str]:
     deits = {f"deit_{size}_{depth}" for size in ("tiny", "small", "base") for depth in (12, 24, 48)} | {"deit_large_24"}
     names = {f"{name}{kind}{size}" for name in deits for kind in ("", "_talking") for size in ("", "_384", "_512")}
     names |= {f"{kind}_{size}" for kind in ("deepvit", "plainvit") for size in ("16b", "24b", "32b", "s", "l")}
+    names |= {
+        f"{kind}_{size}_{depth}"
+        for kind in ("attnscale", "featscale")
+        for size in ("small", "base")
+        for depth in (12, 24)
+    }
     names |= {f"alternet_{depth}{end}" for depth in (18, 34, 50, 101, 152) for end in ("", "_cifar")}
     return names | {"deepvit_l_384", "deit_digits", "deepvit_digits"}
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from reference import randomize, seq
 from vitx.core.errors import InputError
 from vitx.models import Block, VisionTransformer, attention_std, forward_with_tokens, token_similarity
-from vitx.models.attention import ReAttention, TalkingHeadsAttention
+from vitx.models.attention import AttnScaleAttention, ReAttention, TalkingHeadsAttention
+from vitx.models.vit import scale_frequencies
 
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 
@@ -24,7 +25,7 @@ def block(kind: str, residual_scale: float = 1.0) -> Block:
     return first
 
 
-@pytest.mark.parametrize("kind", ["plain", "talking-heads", "re-attention"])
+@pytest.mark.parametrize("kind", ["plain", "talking-heads", "re-attention", "attn-scale"])
 def test_residual_scale_is_a_branch_multiplier(kind: str) -> None:
     """s = .5 equals a plain block with branches × 2 and a LayerNorm eps of eps/s²."""
     scaled: Any = block(kind, 0.5)
@@ -36,8 +37,42 @@ def test_residual_scale_is_a_branch_multiplier(kind: str) -> None:
     torch.testing.assert_close(scaled(x), expected, atol=1e-10, rtol=0)
 
 
+def test_feat_scale_reproduces_the_reference() -> None:
+    expected = [0.012778, -1.497059, -2.828836, -2.273512, -0.72228, -0.20156, -0.767081, -0.791714]
+    found = scale_frequencies(seq(3, 1, 3, 8), seq(0.2, 8), seq(0.4, 8))[0, 0]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_feat_scale_is_behind_attention_and_begins_without_change() -> None:
+    """The authors' steps: what attention gives, its mean and the rest of it each added twice with a factor."""
+    scaled: Any = VisionTransformer(**SMALL, feat_scale=True).double().eval()
+    plain: Any = VisionTransformer(**SMALL).double().eval()
+    plain.load_state_dict({key: value for key, value in scaled.state_dict().items() if "lamb" not in key})
+    images = torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    torch.testing.assert_close(scaled(images), plain(images), atol=1e-12, rtol=0)
+    first = randomize(scaled).get_submodule("blocks.0")
+    x = torch.randn(2, 17, 24, dtype=torch.float64)
+    y: Any = first.attn(first.norm1(x))  # type: ignore[operator]
+    low = y.mean(-2, keepdim=True) * first.lamb1
+    high = (y - y.mean(-2, keepdim=True)) * first.lamb2
+    middle = x + ((y + low + high) + low + high)
+    torch.testing.assert_close(first(x), middle + first.mlp(first.norm2(middle)), atol=1e-12, rtol=0)  # type: ignore[operator]
+
+
+def test_initial_weights_of_a_network_without_memory() -> None:
+    """As FSDP builds it: on the meta device, given memory, and initialised."""
+    with torch.device("meta"):
+        model = VisionTransformer(**SMALL, attention="attn-scale", feat_scale=True)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    model.init_weights()
+    assert not any(parameter.any() for name, parameter in model.named_parameters() if "lamb" in name)
+
+
 def test_attention_in_chosen_blocks() -> None:
-    model = VisionTransformer(**SMALL, attention=["plain", "talking-heads", "re-attention"])
+    model = VisionTransformer(**SMALL, attention=["attn-scale", "talking-heads", "re-attention"])
+    assert isinstance(model.blocks[0].attn, AttnScaleAttention)
     assert isinstance(model.blocks[1].attn, TalkingHeadsAttention)
     assert isinstance(model.blocks[2].attn, ReAttention)
 

@@ -14,11 +14,22 @@ if TYPE_CHECKING:
 
 def command(
     kind: Annotated[
-        Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "precision", "alternet"],
+        Literal[
+            "ablation",
+            "losses",
+            "depth",
+            "methods",
+            "talking-heads",
+            "finetune",
+            "kernel-size",
+            "precision",
+            "alternet",
+        ],
         typer.Argument(
-            metavar="ablation|losses|depth|talking-heads|finetune|kernel-size|precision|alternet",
-            help="The patch losses on and off; with depth; depth × kind of attention; talking heads × losses; larger "
-            "images; attention in neighbourhoods; float32 and halves; AlterNet's build-up rule.",
+            metavar="ablation|losses|depth|methods|talking-heads|finetune|kernel-size|precision|alternet",
+            help="The patch losses on and off; with depth; depth × kind of attention; every method against over-smoothing "
+            "alone; talking heads × losses; larger images; attention in neighbourhoods; float32 and halves; AlterNet's "
+            "build-up rule.",
         ),
     ],
     recipe: Annotated[

@@ -71,7 +71,9 @@ def _form(source: Source) -> TimmForm:
         imports = ("vitx.models",) if type(model).__module__.startswith("vitx.") else ()
         return TimmForm(spec.name, dict(spec.kwargs), imports)
     blocks: list[Any] = list(model.blocks)
-    plain = all(isinstance(block.attn, PlainAttention) and block.residual_scale == 1 for block in blocks)
+    plain = all(
+        type(block.attn) is PlainAttention and block.lamb1 is None and block.residual_scale == 1 for block in blocks
+    )
     if not plain or not isinstance(model.patch_embed, timm.layers.PatchEmbed):
         return TimmForm(spec.name, dict(spec.kwargs), ("vitx.models",))
     arguments = {

@@ -3,6 +3,7 @@
 from vitx.models import registry
 from vitx.models.alternet import AlterNet
 from vitx.models.attention import (
+    AttnScaleAttention,
     PlainAttention,
     ReAttention,
     TalkingHeadsAttention,
@@ -19,6 +20,7 @@ from vitx.models.window_attention import LocalAttention, WindowAttention
 
 __all__ = [
     "AlterNet",
+    "AttnScaleAttention",
     "Block",
     "LoadReport",
     "LocalAttention",

@@ -1,10 +1,11 @@
-"""Attention with a mix over heads: Re-Attention (DeepViT), talking heads, and plain attention, which mixes nothing.
+"""Attention whose maps are changed: Re-Attention (DeepViT), talking heads, AttnScale; and plain attention.
 
-All three are `proj(A V)` with maps `A = mix_after(softmax(mix_before(Q Kᵀ/√K)))` (docs/maths.md §3.1, §3.2):
+All are `proj(A V)` with maps `A = after(softmax(before(Q Kᵀ/√K)))` (docs/maths.md §3.1, §3.2, §3.6):
 
 | | before softmax | after softmax |
 |---|---|---|
 | PlainAttention | – | – |
+| AttnScaleAttention | – | a factor of each head, and a constant |
 | TalkingHeadsAttention | H×H matrix | H×H matrix |
 | ReAttention | – | H×H matrix, then a norm over heads |
 
@@ -339,11 +340,41 @@ class PlainAttention(HeadMixAttention):
         if not self.fused_attn:
             return super().forward(x_BND)
         B, N, D = x_BND.shape
-        q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
-        dropout = self.attn_drop.p if self.training else 0.0
-        out_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, dropout_p=dropout)
+        out_BHNK = self.fused_product(*self.split_heads(self.qkv(x_BND)))
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out
+
+    def fused_product(self, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
+        """The maps' product with V, (B, H, N, K), without the maps."""
+        dropout = self.attn_drop.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, dropout_p=dropout)
+
+
+class AttnScaleAttention(PlainAttention):
+    """AttnScale, `1/N + (1 + ω)(A − 1/N)` of a softmax map A over N tokens (Wang et al., arXiv 2203.05962, eq. 5).
+
+    `lamb` is ω, one a head and zero at first, by the authors' name. The scaled maps are written only where they are
+    asked for: their product with V is `(1 + ω)·A V − ω·mean_j V_j`, behind PyTorch's fused kernel. `attn_drop` drops
+    entries of A; the authors', who train without, of the scaled map.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        self.lamb = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Start as plain attention."""
+        nn.init.zeros_(self.lamb)
+
+    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
+        scale_H11 = self.lamb.view(-1, 1, 1)
+        return (1 + scale_H11) * maps_BHNN - scale_H11 / maps_BHNN.shape[-1]
+
+    def fused_product(self, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
+        scale_H11 = self.lamb.view(-1, 1, 1)
+        out_BHNK = super().fused_product(q_BHNK, k_BHNK, v_BHNK)
+        return (1 + scale_H11) * out_BHNK - scale_H11 * v_BHNK.mean(dim=2, keepdim=True)
 
 
 def reattention_impl(model: nn.Module) -> str | None:

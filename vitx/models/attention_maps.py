@@ -11,7 +11,7 @@ from timm.models.xcit import XCA
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
-from vitx.models.attention import HeadMixAttention, ReAttention, TalkingHeadsAttention
+from vitx.models.attention import AttnScaleAttention, HeadMixAttention, ReAttention, TalkingHeadsAttention
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -29,8 +29,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def mixes_heads(layer: nn.Module) -> bool:
-    """Whether an attention layer mixes its maps over heads, so that its mixed maps are not its softmax maps."""
-    return isinstance(layer, ReAttention | TalkingHeadsAttention | TalkingHeadAttn)
+    """Whether an attention layer mixes or scales its softmax maps, so that other maps meet V."""
+    return isinstance(layer, ReAttention | TalkingHeadsAttention | AttnScaleAttention | TalkingHeadAttn)
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def attention_maps(
 
     Yields a dictionary from layer name to `of(maps)` of the latest pass, maps (B, H, N, N) as they are before dropout
     (for windowed attention B counts windows). `stage="mixed"` takes the maps that meet V: after the head mix of
-    Re-Attention and talking heads, timm's CaiT included.
+    Re-Attention and talking heads, timm's CaiT included, and after AttnScale.
     Fused kernels are off inside the block; everything is restored after it. Works on vitx's networks and on timm's
     ViT, DeiT, CaiT, Swin and PiT. Raises InputError for a network without such layers (`attention_layers`).
     """

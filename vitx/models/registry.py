@@ -6,6 +6,7 @@
 | … `_talking`, … `_384`, … `_512` | with talking heads; at another image size |
 | `deepvit_{16b,24b,32b,s,l,l_384}` | DeepViT (Zhou et al., table 5 and table 8) |
 | `plainvit_{16b,24b,32b,s,l}` | the plain ViT of the same size |
+| `attnscale_{small,base}_{12,24}`, `featscale_…` | DeiT with AttnScale or FeatScale (Wang et al.), by their names |
 | `alternet_{18,34,50,101,152}`, … `_cifar` | AlterNet (Park & Kim) |
 | `deit_digits`, `deepvit_digits` | 0.26 M parameters at 32 px, for the embedded data set |
 
@@ -68,9 +69,12 @@ def _last_blocks(depth: int, count: int) -> list[str]:
     return ["plain"] * (depth - count) + ["re-attention"] * count
 
 
+# Width and heads.
+DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
+
+
 def _register_deit() -> None:
-    sizes = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
-    for size, (width, heads) in sizes.items():
+    for size, (width, heads) in DEIT_SIZES.items():
         for depth in (24,) if size == "large" else (12, 24, 48):
             for attention, kind in (("", "plain"), ("_talking", "talking-heads")):
                 for image_size in (224, 384, 512):
@@ -81,6 +85,17 @@ def _register_deit() -> None:
                     )
                     what = f"DeiT-{size}, {depth} blocks, {kind} attention, {image_size} px."
                     _register(name, VisionTransformer, {**defaults, "img_size": image_size}, cfg, what)
+
+
+def _register_anti_oversmoothing() -> None:
+    cfg = _cfg(mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875)
+    for method, changed in (("AttnScale", {"attention": "attn-scale"}), ("FeatScale", {"feat_scale": True})):
+        for size in ("small", "base"):
+            width, heads = DEIT_SIZES[size]
+            for depth in (12, 24):
+                defaults = {"embed_dim": width, "depth": depth, "num_heads": heads, **changed}
+                what = f"DeiT-{size}, {depth} blocks, with {method}."
+                _register(f"{method.lower()}_{size}_{depth}", VisionTransformer, defaults, cfg, what)
 
 
 def _register_deepvit() -> None:
@@ -152,6 +167,7 @@ def _register_digits() -> None:
 
 
 _register_deit()
+_register_anti_oversmoothing()
 _register_deepvit()
 _register_alternet()
 _register_digits()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Attention
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
@@ -15,16 +16,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitx.core.errors import InputError, unknown_name
-from vitx.models.attention import HeadNorm, MixInit, PlainAttention, ReAttention, TalkingHeadsAttention
+from vitx.models.attention import (
+    AttnScaleAttention,
+    HeadNorm,
+    MixInit,
+    PlainAttention,
+    ReAttention,
+    TalkingHeadsAttention,
+)
 from vitx.models.patch_embedding import ConvPatchEmbed
 from vitx.models.recalibration import set_closed_form_means
 from vitx.models.window_attention import LocalAttention
 
-AttentionKind = Literal["plain", "talking-heads", "re-attention", "local"]
+AttentionKind = Literal["plain", "talking-heads", "re-attention", "attn-scale", "local"]
 ATTENTION: dict[str, type[nn.Module]] = {
     "plain": PlainAttention,
     "talking-heads": TalkingHeadsAttention,
     "re-attention": ReAttention,
+    "attn-scale": AttnScaleAttention,
     "local": LocalAttention,
 }
 
@@ -63,10 +72,15 @@ def block_options(asked: Mapping[str, Any]) -> BlockOptions:
 class Block(nn.Module):
     """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment).
 
-    Children are named as in timm's block, so that published checkpoints load. timm's VisionTransformer builds it with
-    its own arguments, `depth` being the block's number and the rest BlockOptions; what attention here does not have
-    (`qk_norm`, `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) is refused when it is asked for.
+    `feat_scale=True` puts FeatScale (`scale_frequencies`) behind attention, with `lamb1` and `lamb2` (D,), its authors'
+    names, zero at first. Children are named as in timm's block, so that published checkpoints load. timm's
+    VisionTransformer builds it with its own arguments, `depth` being the block's number and the rest BlockOptions; what
+    attention here does not have (`qk_norm`, `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) is refused when it
+    is asked for.
     """
+
+    lamb1: nn.Parameter | None
+    lamb2: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,6 +91,7 @@ class Block(nn.Module):
         attention_options: dict[str, dict[str, Any]],
         depth: int,
         residual_scale: float = 1.0,
+        feat_scale: bool = False,
         **timm_options: Any,
     ) -> None:
         super().__init__()
@@ -96,19 +111,44 @@ class Block(nn.Module):
         self.mlp = options.mlp_layer(dim, hidden, act_layer=options.act_layer, drop=options.proj_drop, **factory)
         self.ls2 = LayerScale(dim, init_values=gamma, **factory) if gamma else nn.Identity()
         self.drop_path2 = DropPath(dropped) if dropped > 0 else nn.Identity()
+        for name in ("lamb1", "lamb2"):
+            self.register_parameter(name, nn.Parameter(torch.empty(dim, **factory)) if feat_scale else None)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Start without FeatScale's change."""
+        if self.lamb1 is not None and self.lamb2 is not None:
+            nn.init.zeros_(self.lamb1)
+            nn.init.zeros_(self.lamb2)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:
             raise InputError("attention masks are not supported: images have none")
         s = self.residual_scale
         if s == 1.0:  # x is (B, N, D) throughout
-            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x))))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         else:
             # LN(s·x; eps) = LN(x; eps/s²), so in effect each branch is multiplied by 1/s (docs/maths.md §3.3).
-            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x * s)))) / s
+            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x * s)))) / s
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
         return x
+
+    def _attended(self, x_BND: Tensor) -> Tensor:
+        out_BND: Tensor = self.attn(x_BND)
+        if self.lamb1 is None or self.lamb2 is None:
+            return out_BND
+        return scale_frequencies(out_BND, self.lamb1, self.lamb2)
+
+
+def scale_frequencies(x_BND: Tensor, low_D: Tensor, high_D: Tensor) -> Tensor:
+    """FeatScale of tokens (B, N, D): their mean m becomes `(1 + 2·low)·m`, what is left `(1 + 2·high)·(x − m)`.
+
+    Wang et al., arXiv 2203.05962. The paper has no factor of 2: it is of the authors' code, which adds both parts
+    twice, and so of their checkpoints (docs/maths.md §3.6).
+    """
+    mean_B1D = x_BND.mean(dim=1, keepdim=True)
+    return x_BND + 2 * (low_D * mean_B1D + high_D * (x_BND - mean_B1D))
 
 
 class TokenOutputs(NamedTuple):
@@ -147,6 +187,7 @@ class VisionTransformer(TimmVisionTransformer):
     Args:
         attention: one kind for all blocks, or a list with one kind a block.
         residual_scale: s of `Block`.
+        feat_scale: FeatScale behind attention, in all blocks.
         patch_embedding: "patch" (one convolution) or "cnn" (DeepViT's three).
         patch_head: add a linear classifier of single patches, for the patch mixing loss.
         reatten_norm, reatten_init, reatten_scale: see ReAttention.
@@ -164,6 +205,7 @@ class VisionTransformer(TimmVisionTransformer):
         *,
         attention: AttentionKind | Sequence[AttentionKind] = "plain",
         residual_scale: float = 1.0,
+        feat_scale: bool = False,
         patch_embedding: Literal["patch", "cnn"] = "patch",
         patch_head: bool = False,
         reatten_norm: HeadNorm = "batch",
@@ -193,6 +235,7 @@ class VisionTransformer(TimmVisionTransformer):
             attention=kinds,
             attention_options=attention_options,
             residual_scale=residual_scale,
+            feat_scale=feat_scale,
         )
         embedding = {"patch": PatchEmbed, "cnn": ConvPatchEmbed}[patch_embedding]
         super().__init__(embed_layer=embedding, block_fn=block, **timm)  # type: ignore[arg-type]  # any callable works

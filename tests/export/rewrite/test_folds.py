@@ -48,6 +48,12 @@ NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "no-norm-scaled": ({**RE, "reatten_norm": "none", "reatten_scale": 2.0}, [10, 1, 0, 2, 2, 4, 0, 5, 2, 2, 1, 2, 2]),
     "layer-norm": ({**RE, "reatten_norm": "layer", "reatten_scale": 0.5}, [10, 1, 0, 0, 0, 4, 0, 5, 2, 0, 1, 2, 2]),
     "talking": ({"attention": "talking-heads", "talking_heads_bias": True}, [10, 1, 0, 0, 2, 2, 0, 5, 4, 2, 1, 2, 2]),
+    "attn-scale": ({"attention": "attn-scale"}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 1, 2, 2]),
+    "feat-scale": ({"feat_scale": True}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 0, 2, 2]),
+    "both-scales": (
+        {"feat_scale": True, "attention": "attn-scale", "residual_scale": 0.5, "init_values": 0.1},
+        [10, 1, 0, 0, 0, 2, 6, 5, 2, 2, 0, 2, 2],
+    ),
     "two-kinds": ({"attention": ["re-attention", "plain"]}, [10, 1, 0, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
     "other-order": ({"attention": ["plain", "re-attention"]}, [10, 1, 0, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
     "average": ({**RE, "global_pool": "avg", "fc_norm": True}, [10, 1, 0, 2, 0, 2, 0, 5, 2, 0, 0, 2, 2]),
@@ -110,7 +116,9 @@ def test_each_rewrite_alone_is_an_identity_in_so_many_places(name: str, rewrite:
 
 
 @pytest.mark.parametrize("rewrite", EVERY)
-@pytest.mark.parametrize("name", ["mixed", "no-norm-scaled", "layer-norm", "talking", "scaled", "no-bias"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "no-norm-scaled", "layer-norm", "talking", "attn-scale", "scaled", "no-bias"]
+)
 def test_each_rewrite_beside_the_class_token_tail(name: str, rewrite: str) -> None:
     for names in ((rewrite, "compute-class-token-only"), (rewrite, "compute-class-token-only", "join-tokens")):
         classifier, _ = changed(name, names)

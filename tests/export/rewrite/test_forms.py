@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from reference import randomize
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
-from vitx.export.rewrite import cost, folds, rewrites
+from vitx.export.rewrite import cost, rewrites
 from vitx.export.rewrite.canonical import (
     ExportBlock,
     HeadMix,
     _is_supported,
     canonical_blocks,
     linear_of,
+    scale_outputs,
     set_bias,
     vision_transformer,
 )
@@ -90,6 +91,13 @@ def test_which_blocks_are_supported() -> None:
         normed = copy.deepcopy(of_timm.blocks[0])
         setattr(normed.attn, part, nn.LayerNorm(4))
         assert not _is_supported(normed), part
+    scaled: Any = VisionTransformer(**SMALL, feat_scale=True, attention="attn-scale").blocks[0]
+    assert _is_supported(scaled, tokens=5)
+    assert not _is_supported(scaled), "how many keys AttnScale's mean is of, is not known"
+    for at_zero, value in ((scaled.lamb2, -0.5), (scaled.attn.lamb, -1.0)):
+        nn.init.constant_(at_zero, value)
+        assert not _is_supported(scaled, tokens=5), "divided by a factor of zero"
+        nn.init.zeros_(at_zero)
     gated = copy.deepcopy(of_timm.blocks[0])
     gated.attn.gate = nn.Linear(1, 1)
     assert not _is_supported(gated)
@@ -158,7 +166,7 @@ def test_layers_are_made_of_tensors() -> None:
     mix = HeadMix(weight, None)
     assert mix.weight_HH.data_ptr() != weight.data_ptr()
     assert "weight_HH" in dict(mix.named_buffers())
-    folds._scale_outputs(linear, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    scale_outputs(linear, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
     assert linear.weight.tolist() == [[1, 1], [2, 2], [3, 3]]
     assert isinstance(LayerScale(2), nn.Module)
 

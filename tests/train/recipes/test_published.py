@@ -17,10 +17,17 @@ PUBLISHED = tomllib.loads((Path(vitx.train.recipes.__file__).parent / "published
 NOT_PRINTED = PUBLISHED.pop("not_printed")
 PRINTED = {name: family for family in PUBLISHED for name in PUBLISHED[family]["recipes"]}
 FLAGS = {"no-repeated-aug": ("repeated-aug", False), "no-use-talk": ("use-talk", False), "use_env": ("use_env", True)}
+FLAGS["auto_reload"] = ("auto_reload", True)
 
 
 def kwargs(recipe: Recipe, name: str) -> Any:
     return recipe.model.kwargs.get(name, 0.0)
+
+
+def dropout(recipe: Recipe) -> Any:
+    """--drop of timm 0.4: behind attention and MLP, and behind the positions too where a recipe asks for any."""
+    rate = kwargs(recipe, "proj_drop_rate")
+    return rate if kwargs(recipe, "pos_drop_rate") == rate else "not behind positions"
 
 
 # Our value for each printed name; a name that is missing here fails the test.
@@ -31,7 +38,7 @@ OURS: dict[str, Callable[[Recipe], Any]] = {
     "crop_pct": lambda r: r.preprocessing.crop_fraction,
     "mean": lambda r: list(r.preprocessing.mean),
     "std": lambda r: list(r.preprocessing.std),
-    "drop": lambda r: kwargs(r, "proj_drop_rate"),
+    "drop": dropout,
     "head-drop": lambda r: kwargs(r, "drop_rate"),
     "model-ema-decay": lambda r: r.ema_decay if not r.ema_warmup or not r.ema_decay else "warmed up",
     "opt": lambda r: r.optimizer.name,
@@ -80,6 +87,7 @@ MODELS = {
     "deepvit_S": "deepvit_s",
     "deepvit_L": "deepvit_l",
     "alternet_18": "alternet_18_cifar",
+    **{name: name for name in ("attnscale_small_12", "attnscale_small_24", "featscale_small_12", "featscale_small_24")},
 }
 
 

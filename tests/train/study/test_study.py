@@ -144,7 +144,7 @@ def test_published_numbers_are_those_of_the_recipes() -> None:
         assert all(number in text for number in numbers), (kind, numbers)
 
 
-@pytest.mark.parametrize("kind", ["losses", "talking-heads", "finetune", "kernel-size", "precision"])
+@pytest.mark.parametrize("kind", ["losses", "methods", "talking-heads", "finetune", "kernel-size", "precision"])
 def test_every_study_trains_at_minimal_size(
     kind: str, vitx: Vitx, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,9 +20,11 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 
-from vitx.models import Block, PlainAttention, ReAttention, TalkingHeadsAttention
+from vitx.models import AttnScaleAttention, Block, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.head_mix import mix_heads
 
+# A factor that is nearer to zero is not divided by: it would lose the other part of what it scales.
+SMALLEST_FACTOR = 1e-2
 # timm's runs one kernel more or less, and computes the same.
 NORMS = (nn.LayerNorm, LayerNorm)
 
@@ -68,7 +70,7 @@ class ExportAttention(nn.Module):
 
     row_bias_H: Tensor | None
 
-    def __init__(self, trained: Any) -> None:
+    def __init__(self, trained: Any, tokens: int | None = None) -> None:
         super().__init__()
         self.num_heads, self.scale = trained.num_heads, float(trained.scale)
         self.head_dim = trained.qkv.out_features // (3 * self.num_heads)
@@ -92,6 +94,12 @@ class ExportAttention(nn.Module):
                 norm = LayerNormOverHeads(norm)
             self.after = mix if isinstance(norm, nn.Identity) else nn.Sequential(mix, norm)
             self.value_scale = float(trained.reatten_scale)
+        elif isinstance(trained, AttnScaleAttention):
+            assert tokens is not None
+            # ((1+ω)A − ω/N)V = A((1+ω)V) − ω/(N(1+ω)) · 1·Σ_j (1+ω)V_j: no map is touched.
+            factor_H = 1 + trained.lamb.detach()
+            scale_outputs(self.value, factor_H.repeat_interleave(self.head_dim))
+            self.row_bias_H = (1 / factor_H - 1) / tokens
 
     @property
     def is_fused(self) -> bool:
@@ -168,15 +176,24 @@ class ExportAttention(nn.Module):
 class ExportBlock(nn.Module):
     """`x + ls1(attn(norm1(s·x)))/s`, then `x + ls2(mlp(norm2(s·x)))/s`: (B, N, D) → (B, M, D).
 
+    With FeatScale attention's output y is `y + mean_scale_D ⊙ m`, m its mean over tokens: the factor of y is in `proj`.
     s is the residual scale, 1 in most networks. M is N, or the number of queries of attention. With `joined` the tokens
     of all images share one axis (B·N, D) inside the block: each Linear is one matrix product with its bias inside.
     """
 
-    def __init__(self, trained: Any) -> None:
+    mean_scale_D: Tensor | None
+
+    def __init__(self, trained: Any, tokens: int | None = None) -> None:
         super().__init__()
         self.residual_scale = float(getattr(trained, "residual_scale", 1.0))
         self.norm1, self.norm2 = trained.norm1, trained.norm2
-        self.attn = ExportAttention(trained.attn)
+        self.attn = ExportAttention(trained.attn, tokens)
+        self.register_buffer("mean_scale_D", None)
+        if (low_D := getattr(trained, "lamb1", None)) is not None:
+            # y + 2(l⊙m + h⊙(y − m)) = y' + 2(l − h)/(1 + 2h) ⊙ m', with y' = (1 + 2h)⊙y and m, m' the means.
+            factor_D = 1 + 2 * trained.lamb2.detach()
+            scale_outputs(self.attn.proj, factor_D)
+            self.mean_scale_D = 2 * (low_D - trained.lamb2).detach() / factor_D
         self.mlp = trained.mlp
         self.ls1, self.ls2 = _layer_scales(trained)
         self.joined = False
@@ -193,9 +210,16 @@ class ExportBlock(nn.Module):
             skip = x_BND[:, 0] if self.joined else x_BND[:, :1]
         elif queries:
             skip = x_BND[:, :queries].flatten(0, 1) if self.joined else x_BND[:, :queries]
-        x = skip + self._branch(self.ls1(self.attn(self.norm1(x if s == 1.0 else x * s), tokens)))
+        x = skip + self._branch(self.ls1(self._attended(self.norm1(x if s == 1.0 else x * s), tokens)))
         x = x + self._branch(self.ls2(self.mlp(self.norm2(x if s == 1.0 else x * s))))
         return x.view(-1, queries or tokens, x.shape[-1]) if self.joined else x
+
+    def _attended(self, x: Tensor, tokens: int) -> Tensor:
+        out: Tensor = self.attn(x, tokens)
+        if self.mean_scale_D is None:
+            return out
+        out_BND = out.view(-1, tokens, out.shape[-1])
+        return (out_BND + self.mean_scale_D * out_BND.mean(dim=1, keepdim=True)).view(out.shape)
 
     def _branch(self, out: Tensor) -> Tensor:
         return out if self.residual_scale == 1.0 else out / self.residual_scale
@@ -204,16 +228,18 @@ class ExportBlock(nn.Module):
 def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
     """Replace every supported block under `root` by an `ExportBlock`, in place; return all of them in order.
 
-    Supported are vitx's blocks, timm's plain ones and those of CaiT before its class attention: self-attention without
-    gates, masks or normalised queries, an MLP of two linear layers, LayerScale or nothing after each branch. Other
-    blocks stay as they are, and so do those of which a part is used elsewhere too, has hooks, or is of a subclass,
-    which may compute something else.
+    Supported are vitx's blocks (AttnScale's where the number of tokens is fixed), timm's plain ones and those of CaiT
+    before its class attention: self-attention without gates, masks or normalised queries, an MLP of two linear layers,
+    LayerScale or nothing after each branch. Other blocks stay as they are, and so do those of which a part is used
+    elsewhere too, has hooks, or is of a subclass, which may compute something else.
     """
-    shared = _shared_parts(root)
+    shared, tokens = _shared_parts(root), fixed_tokens(root)
     for name, module in list(root.named_modules()):
-        if _is_supported(module) and not shared.intersection(map(id, (*module.modules(), *module.parameters()))):
+        if _is_supported(module, tokens) and not shared.intersection(
+            map(id, (*module.modules(), *module.parameters()))
+        ):
             parent, _, child = name.rpartition(".")
-            setattr(root.get_submodule(parent), child, ExportBlock(module).train(module.training))
+            setattr(root.get_submodule(parent), child, ExportBlock(module, tokens).train(module.training))
     return [module for module in root.modules() if isinstance(module, ExportBlock)]
 
 
@@ -249,6 +275,14 @@ def _shared_parts(root: nn.Module) -> set[int]:
     return {part for part, count in Counter(id(part) for _, part in parts).items() if count > 1}
 
 
+def fixed_tokens(root: nn.Module) -> int | None:
+    """The number of tokens of the vision transformer that `root` is; None for others, and where it is not fixed."""
+    model = vision_transformer(root)
+    if model is None or model.dynamic_img_size:
+        return None
+    return int(model.patch_embed.num_patches) + int(model.num_prefix_tokens)
+
+
 def class_tokens(model: TimmVisionTransformer) -> int:
     """How many first tokens alone the head reads; 0 where it reads others."""
     if isinstance(model, VisionTransformerDistilled):
@@ -261,15 +295,27 @@ def classifiers(model: TimmVisionTransformer) -> list[nn.Module]:
     return [model.head, model.head_dist] if isinstance(model, VisionTransformerDistilled) else [model.head]
 
 
-def _is_supported(module: nn.Module) -> bool:
+def _is_supported(module: nn.Module, tokens: int | None = None) -> bool:
     if not is_plain(module, Block, TimmBlock, CaitBlock):
         return False
     block: Any = module
+    if isinstance(block, Block) and not _can_fold_frequencies(block, tokens):
+        return False
     scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))
     mlp = block.mlp
     linear = is_plain(mlp, Mlp) and all(is_plain(layer, nn.Linear) for layer in (mlp.fc1, mlp.fc2))
     norms = all(is_plain(norm, *NORMS) or not isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
     return scales and linear and norms and isinstance(mlp.norm, nn.Identity) and _is_supported_attention(block.attn)
+
+
+def _can_fold_frequencies(block: Block, tokens: int | None) -> bool:
+    """Whether FeatScale and AttnScale, where a block has them, can be divided by their factors."""
+    factors: list[Tensor] = [] if block.lamb2 is None else [1 + 2 * block.lamb2]
+    if isinstance(block.attn, AttnScaleAttention):
+        factors.append(1 + block.attn.lamb)
+        if tokens is None:
+            return False
+    return all(bool((factor.abs() > SMALLEST_FACTOR).all()) for factor in factors)
 
 
 def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
@@ -283,7 +329,9 @@ def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _is_supported_attention(attention: Any) -> bool:
-    if not is_plain(attention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention, CaitAttention):
+    if not is_plain(
+        attention, AttnScaleAttention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention, CaitAttention
+    ):
         return False
     mixes = (attention.proj_l, attention.proj_w) if isinstance(attention, CaitAttention) else ()
     if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj, *mixes)):
@@ -316,3 +364,10 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def set_bias(linear: nn.Linear, bias: Tensor) -> None:
     linear.bias = nn.Parameter(bias.to(linear.weight))
+
+
+def scale_outputs(linear: nn.Linear, factor: float | Tensor) -> None:
+    """Multiply the outputs by a number, or each output by its own: (out,)."""
+    linear.weight = nn.Parameter(linear.weight * (factor[:, None] if isinstance(factor, Tensor) else factor))
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias * factor)

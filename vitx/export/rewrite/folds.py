@@ -21,7 +21,9 @@ from vitx.export.rewrite.canonical import (
     canonical_blocks,
     class_tokens,
     classifiers,
+    fixed_tokens,
     is_plain,
+    scale_outputs,
     set_bias,
     vision_transformer,
 )
@@ -93,7 +95,7 @@ def fold_attention_scale(root: nn.Module) -> int:
         for linear, name in ((attention.query, "scale"), (attention.value, "value_scale")):
             factor = getattr(attention, name)
             if factor != 1.0:
-                _scale_outputs(linear, factor)
+                scale_outputs(linear, factor)
                 setattr(attention, name, 1.0)
                 changed += 1
     return changed
@@ -112,13 +114,13 @@ def fold_residual_scale(root: nn.Module) -> int:
             for norm in norms:
                 norm.eps /= s * s
             for last in (block.attn.proj, block.mlp.fc2):
-                _scale_outputs(last, 1 / s)
+                scale_outputs(last, 1 / s)
             block.residual_scale = 1.0
             changed += 1
         for name, last in (("ls1", block.attn.proj), ("ls2", block.mlp.fc2)):
             layer_scale = getattr(block, name)
             if isinstance(layer_scale, LayerScale):
-                _scale_outputs(last, layer_scale.gamma)
+                scale_outputs(last, layer_scale.gamma)
                 setattr(block, name, nn.Identity())
                 changed += 1
     return changed
@@ -159,7 +161,7 @@ def fold_value_bias(root: nn.Module) -> int:
     w_h = Σ_g W'[h, g], and a bias b'_h on the map adds b'_h for each of the N tokens. So proj's bias (D,) becomes
     `b_o + W_o((w_h + N·b'_h)·b_v)`. With such a bias the number of tokens must be fixed; the mix must be linear.
     """
-    model = vision_transformer(root)
+    tokens = fixed_tokens(root)
     changed = 0
     for attention in _attentions(root):
         bias, mix = attention.value.bias, attention.after
@@ -168,9 +170,8 @@ def fold_value_bias(root: nn.Module) -> int:
         row_sum_H = bias.new_ones(attention.num_heads) if mix is None else mix.weight_HH.sum(dim=1)
         biases = [b for b in (attention.row_bias_H, getattr(mix, "bias_H", None)) if b is not None]
         if biases:
-            if model is None or model.dynamic_img_size:
+            if tokens is None:
                 continue
-            tokens = int(model.patch_embed.num_patches) + int(model.num_prefix_tokens)
             row_sum_H = row_sum_H + tokens * sum(biases)
         constant = attention.value_scale * (row_sum_H[:, None] * bias.view(attention.num_heads, -1)).flatten()
         shift = attention.proj.weight @ constant
@@ -193,6 +194,8 @@ def compute_class_token_only(root: nn.Module) -> int:
         return 0
     # A norm over each token alone does not see that the others are gone.
     if not isinstance(model.norm, nn.LayerNorm | nn.Identity) or blocks[-1].attn.queries:
+        return 0
+    if blocks[-1].mean_scale_D is not None:  # FeatScale reads the mean of all
         return 0
     blocks[-1].attn.queries = class_tokens(model)
     return 1
@@ -277,13 +280,6 @@ def _fold_affine(norm: nn.Module, linears: list[nn.Linear]) -> int:
     norm.weight = norm.bias = None  # type: ignore[assignment]  # as elementwise_affine=False has it
     norm.elementwise_affine = False
     return 1
-
-
-def _scale_outputs(linear: nn.Linear, factor: float | Tensor) -> None:
-    """Multiply the outputs by a number, or each output by its own: (out,)."""
-    linear.weight = nn.Parameter(linear.weight * (factor[:, None] if isinstance(factor, Tensor) else factor))
-    if linear.bias is not None:
-        linear.bias = nn.Parameter(linear.bias * factor)
 
 
 def _set_weight(linear: nn.Linear, weight: Tensor) -> None:

@@ -12,7 +12,9 @@ from vitx.core.files import Record
 from vitx.train.loop.checkpoint import Metrics, best_row
 from vitx.train.recipes.optimization_settings import Metric
 
-Kind = Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "precision", "alternet"]
+Kind = Literal[
+    "ablation", "losses", "depth", "methods", "talking-heads", "finetune", "kernel-size", "precision", "alternet"
+]
 # "Last layers" are the last 1/4 of the blocks.
 LAST_LAYERS_DIVISOR = 4
 

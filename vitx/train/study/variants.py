@@ -126,6 +126,22 @@ def finetune_variants(recipe: Recipe) -> list[Variant]:
     ]
 
 
+def methods_variants(recipe: Recipe) -> list[Variant]:
+    """Each method against over-smoothing alone beside the plain network, in all blocks; the mixing loss mixes patches.
+
+    A loss has the recipe's weight, or 1 where the recipe has 0.
+    """
+    off = (*(f"losses.{name}=0" for name in LOSSES), "cutmix.probability=0")
+    methods: dict[str, tuple[str, ...]] = {
+        "plain": (),
+        **{f"{name}-loss": (f"losses.{name}={getattr(recipe.losses, name) or 1.0:g}",) for name in LOSSES},
+        **{name: (f"model.kwargs.attention={name}",) for name in ("talking-heads", "re-attention", "attn-scale")},
+        "feat-scale": ("model.kwargs.feat_scale=true",),
+    }
+    methods["mixing-loss"] += ("cutmix.probability=1",)
+    return [Variant(name, (*off, *overrides), {"method": name}) for name, overrides in methods.items()]
+
+
 def kernel_size_variants(_recipe: Recipe) -> list[Variant]:
     """Attention within k×k neighbourhoods, and among all patches; no class token in either."""
     pooled = "model.kwargs.global_pool=avg"
@@ -175,6 +191,9 @@ STUDIES: dict[Kind, Published] = {
         "digits-deit",
         finetune_variants,
         "Gong et al.: DeiT-B of 12 blocks x 768 from 224 to 384 px, ImageNet, 30 epochs",
+    ),
+    "methods": Published(
+        "digits-deit", methods_variants, "no paper has all of them; each compares its own with the plain network"
     ),
     "kernel-size": Published(
         "digits-deit", kernel_size_variants, "Park & Kim draw accuracies of a ViT on CIFAR-100 and print no numbers"
