@@ -27,9 +27,9 @@ def command(
         ],
         typer.Argument(
             metavar="ablation|losses|depth|methods|talking-heads|finetune|kernel-size|precision|alternet",
-            help="The patch losses on and off; with depth; depth × kind of attention; every method against over-smoothing "
-            "alone; talking heads × losses; larger images; attention in neighbourhoods; float32 and halves; AlterNet's "
-            "build-up rule.",
+            help="The patch losses on and off; with depth; depth × kind of attention; every method against "
+            "over-smoothing alone; talking heads × losses; larger images; attention in neighbourhoods; float32 and "
+            "halves; AlterNet's build-up rule.",
         ),
     ],
     recipe: Annotated[
