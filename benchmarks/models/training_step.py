@@ -2,9 +2,10 @@
 
     python benchmarks/models/training_step.py [--batch 8] [--repeats 9] [--json FILE]
 
-Re-Attention: ours against the papers' formulation written out plainly (softmax → Conv2d → BatchNorm2d → × scale →
-matmul) in the same DeepViT-S. Plain attention: our DeiT-S against timm's. The two of a pair take turns; the ratio is
-the median of the pairs' ratios. Memory is the peak resident set of a process that takes two steps.
+Re-Attention and AttnScale: ours against the papers' formulation written out plainly in the same DeepViT-S and DeiT-S
+(softmax → Conv2d → BatchNorm2d → × scale → matmul; softmax → less 1/N → × factor → and 1/N again → matmul). Plain
+attention: our DeiT-S against timm's. The two of a pair take turns; the ratio is the median of the pairs' ratios. Memory
+is the peak resident set of a process that takes two steps.
 """
 
 import argparse
@@ -30,14 +31,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.process_tree import TRIMMED, own_peak_bytes
 from support.targets import command_line, report_header, write_report
 from support.turns import take_turns
-from vitx.models import ReAttention
+from vitx.models import AttnScaleAttention, ReAttention
 from vitx.models.head_mix import mix_heads
 
 
 class WrittenOut(nn.Module):
-    """Re-Attention as its formula reads, with the trained layers of ours."""
+    """Re-Attention or AttnScale as its formula reads, with the trained layers of ours."""
 
-    def __init__(self, ours: ReAttention) -> None:
+    def __init__(self, ours: ReAttention | AttnScaleAttention) -> None:
         super().__init__()
         self.layers = ours
 
@@ -47,18 +48,22 @@ class WrittenOut(nn.Module):
         q, k, v = layers.qkv(x).reshape(B, N, 3, layers.num_heads, D // layers.num_heads).permute(2, 0, 3, 1, 4)
         maps = (q @ k.transpose(-2, -1)) * layers.scale
         maps = layers.attn_drop(maps.softmax(dim=-1))
-        maps = layers.var_norm(layers.reatten_matrix(maps)) * layers.reatten_scale
+        if isinstance(layers, ReAttention):
+            maps = layers.var_norm(layers.reatten_matrix(maps)) * layers.reatten_scale
+        else:
+            low = torch.ones(maps.shape[-2:]) / N
+            maps = low + (maps - low) * (1 + layers.lamb[None, :, None, None])
         out: Tensor = layers.proj((maps @ v).transpose(1, 2).reshape(B, N, D))
         return out
 
 
 def network(name: str) -> Any:
-    """A network in training mode; `written-out` is DeepViT-S with Re-Attention replaced by its plain formula."""
+    """A network in training mode; after `written-out-` comes the name of one whose attention is its plain formula."""
     torch.manual_seed(0)
-    model: Any = timm.create_model("deepvit_s" if name == "written-out" else name)
-    if name == "written-out":
+    model: Any = timm.create_model(name.removeprefix("written-out-"))
+    if name.startswith("written-out-"):
         for block in model.blocks:
-            if isinstance(block.attn, ReAttention):
+            if isinstance(block.attn, ReAttention | AttnScaleAttention):
                 block.attn = WrittenOut(block.attn)
     return model.train()
 
@@ -127,7 +132,8 @@ def main() -> None:
         return
     report: dict[str, object] = {**report_header(), "batch": arguments.batch}
     for title, ours, theirs in (
-        ("deepvit_s, against the formula written out", "deepvit_s", "written-out"),
+        ("deepvit_s, against the formula written out", "deepvit_s", "written-out-deepvit_s"),
+        ("attnscale_small_12, against the same", "attnscale_small_12", "written-out-attnscale_small_12"),
         ("deit_small_12, against timm's deit_small_patch16_224", "deit_small_12", "deit_small_patch16_224"),
     ):
         times = paired_times(ours, theirs, arguments.batch, arguments.repeats)
