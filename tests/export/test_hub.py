@@ -68,6 +68,13 @@ def test_plain_timm_gives_the_logits_of_a_plain_vit(tmp_path: Path, bundle: Bund
     assert "Nothing: the bundle was exported without a certificate." in card
 
 
+def test_scaled_frequencies_are_no_network_of_timms(tmp_path: Path, bundle: Bundle) -> None:
+    for method in ("attention=attn-scale", "feat_scale=true"):
+        request = SourceRequest(f"model:deit_digits?depth=1&{method}", weights="random")
+        config = json.loads((write_hub_folder(request, bundle, tmp_path / method) / "config.json").read_text())
+        assert config["architecture"] == "deit_digits"
+
+
 def test_a_network_of_ours_names_what_has_to_be_imported(tmp_path: Path, tiny_bundle: Bundle) -> None:
     request = SourceRequest("model:deepvit_digits?depth=2&attention=re-attention", weights="random")
     folder = write_hub_folder(request, tiny_bundle, tmp_path / "hub")

@@ -4,6 +4,7 @@ A plain ViT is written as timm's own network, so that timm and transformers' Tim
 keep their name, which `import vitx.models` registers with timm, and the card says so.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from vitx.export.hub_card import CARD, CONFIG, WEIGHTS, TimmForm, model_card
 from vitx.models.attention import PlainAttention
 from vitx.models.build import separate
 from vitx.models.source import Source, SourceRequest
-from vitx.models.vit import VisionTransformer
+from vitx.models.vit import AttentionOptions, VisionTransformer
 
 # timm's name that stands for any plain ViT: all of its sizes are arguments.
 PLAIN_VIT = "vit_tiny_patch16_224"
 # Arguments of ours that a plain ViT does not need, or that matter while it trains only.
 NOT_WRITTEN = (
-    *("attention", "residual_scale", "patch_embedding", "patch_head", "local_kernel_size", "position_std"),
-    *("reatten_norm", "reatten_init", "reatten_scale", "talking_heads_bias", "talking_heads_init", "weight_init"),
+    *("attention", "feat_scale", "residual_scale", "patch_embedding", "patch_head", "position_std", "weight_init"),
+    *(field.name for field in fields(AttentionOptions)),
     *("drop_rate", "drop_path_rate", "proj_drop_rate", "attn_drop_rate", "pos_drop_rate", "patch_drop_rate"),
 )
 # Largest relative difference of logits that the order of summation explains in float32.

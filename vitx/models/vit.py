@@ -69,6 +69,33 @@ def block_options(asked: Mapping[str, Any]) -> BlockOptions:
     return BlockOptions(**{name: asked[name] for name in known & asked.keys()})
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Arguments of VisionTransformer for the layers of one kind of attention: see ReAttention, TalkingHeadsAttention.
+
+    local_kernel_size: side of the neighbourhood of LocalAttention, which has no class token (`global_pool="avg"`).
+    """
+
+    reatten_norm: HeadNorm = "batch"
+    reatten_init: MixInit = "random"
+    reatten_scale: float = 1.0
+    talking_heads_bias: bool = False
+    talking_heads_init: MixInit = "random"
+    local_kernel_size: int = 3
+
+    def by_kind(self) -> dict[str, dict[str, Any]]:
+        """What the layers of each kind are built with."""
+        return {
+            "re-attention": {
+                "norm": self.reatten_norm,
+                "init": self.reatten_init,
+                "reatten_scale": self.reatten_scale,
+            },
+            "talking-heads": {"mix_bias": self.talking_heads_bias, "init": self.talking_heads_init},
+            "local": {"kernel_size": self.local_kernel_size},
+        }
+
+
 class Block(nn.Module):
     """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment).
 
@@ -182,7 +209,7 @@ TIMM_DEFAULTS: dict[str, Any] = {
 
 
 class VisionTransformer(TimmVisionTransformer):
-    """timm's vision transformer with talking heads or Re-Attention in chosen blocks.
+    """timm's vision transformer with another attention in chosen blocks, or FeatScale behind it in all.
 
     Args:
         attention: one kind for all blocks, or a list with one kind a block.
@@ -190,14 +217,11 @@ class VisionTransformer(TimmVisionTransformer):
         feat_scale: FeatScale behind attention, in all blocks.
         patch_embedding: "patch" (one convolution) or "cnn" (DeepViT's three).
         patch_head: add a linear classifier of single patches, for the patch mixing loss.
-        reatten_norm, reatten_init, reatten_scale: see ReAttention.
-        talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
-        local_kernel_size: side of the neighbourhood of LocalAttention, which has no class token (`global_pool="avg"`).
         position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
             so positions have to be learnt first; large values help where positions decide, as on very small images.
-        timm_options: every other argument of timm's but `embed_layer` and `block_fn`. Defaults are timm's, except that
-            LayerNorm has an eps of 1e-6 and comes before the pooling (`fc_norm=False`), and that `class_token` is
-            there only with `global_pool="token"`.
+        options: those of AttentionOptions, and every other argument of timm's but `embed_layer` and `block_fn`.
+            Defaults are timm's, except that LayerNorm has an eps of 1e-6 and comes before the pooling
+            (`fc_norm=False`), and that `class_token` is there only with `global_pool="token"`.
     """
 
     def __init__(
@@ -208,24 +232,16 @@ class VisionTransformer(TimmVisionTransformer):
         feat_scale: bool = False,
         patch_embedding: Literal["patch", "cnn"] = "patch",
         patch_head: bool = False,
-        reatten_norm: HeadNorm = "batch",
-        reatten_init: MixInit = "random",
-        reatten_scale: float = 1.0,
-        talking_heads_bias: bool = False,
-        talking_heads_init: MixInit = "random",
-        local_kernel_size: int = 3,
         position_std: float = 0.02,
-        **timm_options: Any,
+        **options: Any,
     ) -> None:
-        timm = {**TIMM_DEFAULTS, **timm_options}
+        of_attention = {
+            field.name: options.pop(field.name) for field in fields(AttentionOptions) if field.name in options
+        }
+        timm = {**TIMM_DEFAULTS, **options}
         if timm["class_token"] is None:
             timm["class_token"] = timm["global_pool"] == "token"
         _check_geometry(timm["img_size"], timm["patch_size"], timm["embed_dim"], timm["num_heads"])
-        attention_options: dict[str, dict[str, Any]] = {
-            "re-attention": {"norm": reatten_norm, "init": reatten_init, "reatten_scale": reatten_scale},
-            "talking-heads": {"mix_bias": talking_heads_bias, "init": talking_heads_init},
-            "local": {"kernel_size": local_kernel_size},
-        }
         kinds = attention_of_blocks(attention, timm["depth"])
         if "local" in kinds and timm["class_token"]:
             raise InputError("attention 'local' needs a map of patches without class token: set global_pool=avg")
@@ -233,7 +249,7 @@ class VisionTransformer(TimmVisionTransformer):
         block = partial(
             Block,
             attention=kinds,
-            attention_options=attention_options,
+            attention_options=AttentionOptions(**of_attention).by_kind(),
             residual_scale=residual_scale,
             feat_scale=feat_scale,
         )
