@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from vitx.core.errors import EnvironmentMissing
+from vitx.core.errors import EnvironmentMissing, missing_package
 
 PACKAGES = ("vitx", "torch", "timm", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy", "pillow")
 # ONNX Runtime and OpenVINO choose kernels by these, and their sums differ in the last bits. Linux's names.
@@ -99,6 +100,21 @@ def sums_int8_exactly(description: Path = Path("/proc/cpuinfo")) -> bool:
 # Rewrites of ONNX Runtime that take zero point 0 for the least code, as it is of uint8: before E4M3 one drops a Relu,
 # the other refuses a Clip, and no session option turns them off. For `disabled_optimizers`.
 UNSIGNED_REWRITES = ["ReluQuantRewrite", "ClipQuantRewrite"]
+
+
+@cache
+def openvino_core() -> Any:
+    """The process's `openvino.Core`; raise EnvironmentMissing where OpenVINO is not installed.
+
+    One for all models, and for good: where the processor has AMX, loading the CPU plugin gives the calling thread a
+    stack for signals, and unloading it, when the last model and core are gone, frees that stack, on whatever thread
+    that happens. The first thread's next signal would then end the process (seen in OpenVINO 2026.4.1).
+    """
+    try:
+        import openvino
+    except ModuleNotFoundError:
+        raise missing_package("openvino", "openvino") from None
+    return openvino.Core()
 
 
 @cache

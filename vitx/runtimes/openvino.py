@@ -1,35 +1,19 @@
 """OpenVINO on the CPU: the bundle's IR, or for further outputs its graph, which the IR cannot be joined to."""
 
 from collections.abc import Sequence
-from functools import cache
 from importlib.metadata import version
 from io import BytesIO
 from queue import Empty, LifoQueue
 from typing import Any
 
 from vitx.core.bundle import MODEL, Bundle, output_file, output_tensor
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
-from vitx.core.machine import threads_here
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.machine import openvino_core, threads_here
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import LOGITS, Float32Array, Session, check_images, image_shape
 
 IR = "openvino/model.xml"
 _WEIGHTS = "openvino/model.bin"
-
-
-@cache
-def openvino_core() -> Any:
-    """The process's `openvino.Core`; raise EnvironmentMissing where OpenVINO is not installed.
-
-    One for all models, and for good: where the processor has AMX, loading the CPU plugin gives the calling thread a
-    stack for signals, and unloading it, when the last model and core are gone, frees that stack, on whatever thread
-    that happens. The first thread's next signal would then end the process (seen in OpenVINO 2026.4.1).
-    """
-    try:
-        import openvino
-    except ModuleNotFoundError:
-        raise missing_package("openvino", "openvino") from None
-    return openvino.Core()
 
 
 class OpenVinoSession(Session):

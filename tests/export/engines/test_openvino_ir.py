@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import timm
+from onnx import helper
 
 from bundle_fixture import tiny_graph
 from reference import randomize
@@ -61,8 +62,20 @@ def test_a_graph_that_openvino_refuses_is_no_crash(tmp_path: Path) -> None:
         openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
     assert str(refused.value) == (
         "OpenVINO cannot convert the graph (Arguments do not have the same element type (arg0 element type: f32, arg1 "
-        "element type: f16).): leave --openvino and --for cpu out, or, where it is int8 for TensorRT, add --base fp32"
+        "element type: f16).): leave --openvino and --for cpu out, or, where it is int8 for TensorRT, try --base fp32"
     )
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_a_graph_that_openvino_converts_and_cannot_compile_is_refused(tmp_path: Path) -> None:
+    """It was only logged: a bundle passed with an IR that no runtime could load. Int8 of a DeiT-Ti is such a graph."""
+    sides = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 3, *[4] * 5]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("LRN", ["x"], ["y"], size=3)], "lrn", sides[:1], sides[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), str(tmp_path / "model.onnx"))
+    with pytest.raises(
+        InputError, match=r"^OpenVINO cannot compile the graph \(.*LRN.*\): leave --openvino and --for cpu out$"
+    ):
+        openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 

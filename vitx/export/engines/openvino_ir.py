@@ -4,8 +4,9 @@ import errno
 import os
 from pathlib import Path
 
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import InputError
 from vitx.core.files import staged_folder
+from vitx.core.machine import openvino_core
 
 IR_FOLDER = "openvino"
 
@@ -13,21 +14,22 @@ IR_FOLDER = "openvino"
 def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
     """Convert a graph to OpenVINO IR: `model.xml` and `model.bin` in `folder`, which appears whole.
 
-    Weights keep the graph's precision: by default `save_model` would compress them to float16. Raises
-    EnvironmentMissing when OpenVINO is not installed, InputError for a graph that it refuses, OSError when the disk is
-    full.
+    Weights keep the graph's precision: by default `save_model` would compress them to float16. The model is compiled
+    once, for there are graphs that OpenVINO converts and no runtime could then load. Raises EnvironmentMissing when
+    OpenVINO is not installed, InputError for a graph that it refuses, OSError when the disk is full.
     """
-    try:
-        import openvino
-    except ModuleNotFoundError:
-        raise missing_package("openvino", "openvino") from None
+    core = openvino_core()
+    import openvino
+
+    refused, remedy = "convert", ", or, where it is int8 for TensorRT, try --base fp32"
     try:
         model = openvino.convert_model(str(onnx_path))
+        refused, remedy = "compile", ""
+        core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     except RuntimeError as error:  # where it failed comes first, the reason last
         reason = str(error).strip().rpartition("\n")[2]
         raise InputError(
-            f"OpenVINO cannot convert the graph ({reason}): leave --openvino and --for cpu out, or, where it is int8 "
-            "for TensorRT, add --base fp32"
+            f"OpenVINO cannot {refused} the graph ({reason}): leave --openvino and --for cpu out{remedy}"
         ) from None
     with staged_folder(folder) as stage:
         try:

@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.core.bundle import Bundle
+from vitx.core.machine import openvino_core
 from vitx.core.preprocess import UInt8Array
-from vitx.runtimes.openvino import IR, openvino_core
+from vitx.runtimes.openvino import IR
 from vitx.runtimes.session import Session
 
 IMAGES = 4
