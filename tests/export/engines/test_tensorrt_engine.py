@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -423,6 +424,15 @@ def test_the_table_of_layers_is_of_the_plan_beside_it(tmp_path: Path) -> None:
     assert (plan.read_bytes(), table.read_bytes()) == (old, b"old layers")
     write_plan(plan, b"another", fake_info(b"another"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "a.plan.json"], "other layers than its own"
+
+
+def test_a_disk_that_takes_nothing_is_told_like_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("vitx.export.engines.profiles.write_bytes", refused)
+    with pytest.raises(EnvironmentMissing, match=r"cannot write '.*a\.plan' .*: Read-only file system; nothing was"):
+        write_plan(tmp_path / "a.plan", b"new", fake_info(b"new"))
 
 
 def test_other_write_errors_are_not_hidden(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 The sidecar's format, and reading it, are in vitx/core/tensorrt_plan.py.
 """
 
-import errno
 import os
 from itertools import pairwise
 from pathlib import Path
 
-from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.errors import FULL_DISK, EnvironmentMissing, InputError
 from vitx.core.files import rename, write_bytes
 from vitx.core.tensorrt_plan import PlanInfo, Profile, layers_path, sidecar_path
 from vitx.export.options import EngineOptions
@@ -70,7 +69,7 @@ def write_plan(plan: Path, data: bytes, info: PlanInfo, layers: bytes = b"") -> 
     except OSError as error:
         for new in waiting:
             new.unlink(missing_ok=True)
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        if error.errno not in FULL_DISK:
             raise
         kept = "the plan that was there is as it was" if plan.exists() else "nothing was written"
         raise EnvironmentMissing(
