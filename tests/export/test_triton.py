@@ -60,7 +60,7 @@ def write_classic_plan(
 
 
 def test_onnx_repository(bundle: Bundle, tmp_path: Path) -> None:
-    model = triton_repository(bundle.path, tmp_path / "models", max_batch=16, instances=2, allow_uncertified=True)
+    model = triton_repository(bundle.path, tmp_path / "models", allow_uncertified=True)
     assert sorted(p.relative_to(model).as_posix() for p in model.rglob("*")) == [
         "1",
         "1/model.onnx",
@@ -70,7 +70,7 @@ def test_onnx_repository(bundle: Bundle, tmp_path: Path) -> None:
     assert model.name == "tiny"
     config = parsed(model)
     assert (config.name, config.backend, config.default_model_filename) == ("tiny", "onnxruntime", "model.onnx")
-    assert config.max_batch_size == 16
+    assert config.max_batch_size == 32
     assert (config.input[0].name, list(config.input[0].dims)) == ("images", [16, 16, 3])
     assert config.input[0].data_type == schema.TYPE_UINT8
     assert (config.output[0].name, list(config.output[0].dims)) == ("logits", [4])
@@ -78,18 +78,17 @@ def test_onnx_repository(bundle: Bundle, tmp_path: Path) -> None:
     assert config.output[0].label_filename == "labels.txt"
     assert tuple((model / "labels.txt").read_text().splitlines()) == LABELS
     assert config.instance_group[0].kind == schema.ModelInstanceGroup.KIND_CPU
-    assert config.instance_group[0].count == 2
+    assert config.instance_group[0].count == 1
     assert config.dynamic_batching.max_queue_delay_microseconds == 2000
-    assert [entry.batch_size for entry in config.model_warmup] == [1, 16]
+    assert [entry.batch_size for entry in config.model_warmup] == [1, 32]
     warm = config.model_warmup[0].inputs["images"]
     assert (list(warm.dims), warm.random_data, warm.data_type) == ([16, 16, 3], True, schema.TYPE_UINT8)
     assert config.parameters["vitx.manifest_sha256"].string_value == sha256_file(bundle.path / "manifest.json")
 
 
 def test_the_configuration_fits_the_graph(bundle: Bundle, tmp_path: Path) -> None:
-    model = triton_repository(bundle.path, tmp_path / "models", device="gpu", allow_uncertified=True)
+    model = triton_repository(bundle.path, tmp_path / "models", allow_uncertified=True)
     config = parsed(model)
-    assert config.instance_group[0].kind == schema.ModelInstanceGroup.KIND_GPU
     session = onnxruntime.InferenceSession(str(model / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
     (images,), (logits,) = session.get_inputs(), session.get_outputs()
     assert [images.name, *images.shape[1:]] == [config.input[0].name, *config.input[0].dims]
@@ -99,7 +98,7 @@ def test_the_configuration_fits_the_graph(bundle: Bundle, tmp_path: Path) -> Non
 
 def test_plan_repository(bundle: Bundle, tmp_path: Path) -> None:
     plan = write_classic_plan(tmp_path / "a.plan", bundle)
-    model = triton_repository(bundle.path, tmp_path / "models", plan=plan, max_batch=32, allow_uncertified=True)
+    model = triton_repository(bundle.path, tmp_path / "models", plan=plan, allow_uncertified=True)
     config = parsed(model)
     assert (config.backend, config.default_model_filename) == ("tensorrt", "model.plan")
     assert (model / "1" / "model.plan").read_bytes() == b"a plan"
@@ -153,10 +152,10 @@ def test_batches_are_no_larger_than_the_profiles(
 def test_plans_that_cannot_be_served(bundle: Bundle, tmp_path: Path) -> None:
     out = tmp_path / "models"
     plan = write_classic_plan(tmp_path / "a.plan", bundle)
-    with pytest.raises(InputError, match="max_batch 64: the plan's profiles take batches of 1 to 32"):
-        triton_repository(bundle.path, out, plan=plan, max_batch=64, allow_uncertified=True)
-    with pytest.raises(InputError, match="runs on a GPU only"):
-        triton_repository(bundle.path, out, plan=plan, device="cpu", allow_uncertified=True)
+    info = read_sidecar(plan)
+    write_plan(plan, b"a plan", info.model_copy(update={"profiles": info.profiles[1:]}))
+    with pytest.raises(InputError, match=r"'.*a\.plan' takes no single image"):
+        triton_repository(bundle.path, out, plan=plan, allow_uncertified=True)
     rtx = write_classic_plan(tmp_path / "b.plan", bundle, flavor="tensorrt-rtx")
     with pytest.raises(InputError, match="for which Triton has no backend"):
         triton_repository(bundle.path, out, plan=rtx, allow_uncertified=True)
@@ -170,19 +169,6 @@ def test_an_uncertified_bundle_is_not_handed_over(bundle: Bundle, tmp_path: Path
     with pytest.raises(CheckFailed, match="has no certificate"):
         triton_repository(bundle.path, tmp_path / "models")
     assert not (tmp_path / "models").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_batch": 0}, "max_batch 0: expected 1 or more"),
-        ({"instances": 0}, "instances 0: expected 1 or more"),
-        ({"max_queue_delay_us": -1}, "expected 0 or more microseconds"),
-    ],
-)
-def test_bad_numbers(bundle: Bundle, tmp_path: Path, arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        triton_repository(bundle.path, tmp_path, allow_uncertified=True, **arguments)  # type: ignore[arg-type]
 
 
 def test_a_foreign_folder_is_left_alone_and_a_model_replaced(bundle: Bundle, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.certificate import Certificate
@@ -18,7 +17,7 @@ from vitx.core.tensorrt_plan import PlanInfo, read_plan
 
 CONFIG = "config.pbtxt"
 LABELS = "labels.txt"
-LARGEST_BATCH = 32
+LARGEST_BATCH, QUEUE_DELAY_US = 32, 2000
 _TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}
 
 
@@ -27,55 +26,43 @@ def triton_repository(
     out_dir: Path,
     *,
     plan: Path | None = None,
-    max_batch: int | None = None,
-    max_queue_delay_us: int = 2000,
-    instances: int = 1,
-    device: Literal["cpu", "gpu"] | None = None,
     allow_uncertified: bool = False,
 ) -> Path:
     """Write the model `out_dir`/NAME for Triton and return its folder; an older model of that name is replaced whole.
 
-    Triton will serve the bundle's ONNX graph (on the CPU unless `device` says otherwise), or a classic TensorRT `plan`
-    of that graph (on the GPU). A request waits up to `max_queue_delay_us` microseconds for others to make a batch of up
-    to `max_batch`, by default 32 or the largest batch of the plan's profiles if that is less.
+    Triton will serve the bundle's ONNX graph, on the CPU, or a classic TensorRT `plan` of that graph, on the GPU. A
+    request waits up to QUEUE_DELAY_US for others to make a batch of up to LARGEST_BATCH, or the largest of the plan's
+    profiles if that is less.
 
-    Raises InputError for a batch that the plan's profiles do not take, a label that a line cannot hold, or an existing
-    folder that is no Triton model; CheckFailed for a bundle without a valid certificate, for a plan of another graph
-    and, unless `allow_uncertified`, for one without a passing verdict.
+    Raises InputError for a plan that takes no single image, a label that a line cannot hold, or an existing folder that
+    is no Triton model; CheckFailed for a bundle without a valid certificate, for a plan of another graph and, unless
+    `allow_uncertified`, for one without a passing verdict.
     """
     bundle = Bundle.open(bundle_path)
     info = None if plan is None else _matching_plan(plan, bundle)
     if not allow_uncertified:
         _check_verdict(bundle.require_certificate(), plan, info)
-    if max_batch is None:
-        max_batch = LARGEST_BATCH if info is None else min(LARGEST_BATCH, _largest_batch(info))
-    _check_numbers(max_batch, max_queue_delay_us, instances)
-    if info is not None:
-        _check_plan_use(info, max_batch, device)
+    max_batch = LARGEST_BATCH if info is None else min(LARGEST_BATCH, _largest_batch(info))
+    if not max_batch:
+        raise InputError(f"'{plan}' takes no single image, and Triton may form any batch: build it with the profile 1")
     target = out_dir / bundle.manifest.name
     check_triton_model(target)
     check_triton_labels(bundle.manifest.labels)
     if plan is None:
-        check_triton_precision(bundle.manifest.precision, bundle.manifest.base, device)
-    kind = "KIND_GPU" if info is not None or device == "gpu" else "KIND_CPU"
+        check_triton_precision(bundle.manifest.precision, bundle.manifest.base)
     with staged_folder(target) as stage:
         (stage / "1").mkdir()  # the version of the model
         shutil.copyfile(plan or bundle.model_path, stage / "1" / ("model.onnx" if plan is None else "model.plan"))
         (stage / LABELS).write_text("".join(f"{label}\n" for label in bundle.manifest.labels), encoding="utf-8")
-        (stage / CONFIG).write_text(
-            model_config(
-                bundle, info, max_batch=max_batch, delay_us=max_queue_delay_us, instances=instances, kind=kind
-            ),
-            encoding="utf-8",
-        )
+        (stage / CONFIG).write_text(model_config(bundle, info, max_batch), encoding="utf-8")
     return target
 
 
-def check_triton_precision(precision: str, base: str | None, device: str | None = None) -> None:
+def check_triton_precision(precision: str, base: str | None) -> None:
     """Raise InputError for a graph that Triton's ONNX Runtime backend, which takes no session options, cannot load."""
     if precision == "fp8":
         raise InputError("Triton's ONNX Runtime backend fuses E4M3 into kernels that refuse it: give it a plan (--trt)")
-    if device != "gpu" and "bf16" in (precision, base):
+    if "bf16" in (precision, base):
         raise InputError("Triton's ONNX Runtime backend has no bfloat16 kernels on a CPU: give it a plan (--trt)")
 
 
@@ -93,9 +80,7 @@ def check_triton_labels(labels: Sequence[str]) -> None:
             raise InputError(f"the label {label!r} does not fit a line of Triton's {LABELS}: rename the class")
 
 
-def model_config(
-    bundle: Bundle, plan: PlanInfo | None, *, max_batch: int, delay_us: int, instances: int, kind: str
-) -> str:
+def model_config(bundle: Bundle, plan: PlanInfo | None, max_batch: int) -> str:
     """`config.pbtxt`: a ModelConfig message in protobuf's text form."""
     manifest = bundle.manifest
     images, logits = manifest.input, manifest.output
@@ -116,8 +101,8 @@ def model_config(
             f"input [ {{ name: {_quoted(images.name)} data_type: {_TYPES[images.dtype]} dims: [ {dims} ] }} ]",
             f"output [ {{ name: {_quoted(logits.name)} data_type: {_TYPES[logits.dtype]} "
             f"dims: [ {len(manifest.labels)} ] label_filename: {_quoted(LABELS)} }} ]",
-            f"instance_group [ {{ count: {instances} kind: {kind}{_profiles(profiles)} }} ]",
-            f"dynamic_batching {{ {_preferred(preferred, max_batch)}max_queue_delay_microseconds: {delay_us} }}",
+            f"instance_group [ {{ count: 1 kind: {'KIND_GPU' if plan else 'KIND_CPU'}{_profiles(profiles)} }} ]",
+            f"dynamic_batching {{ {_preferred(preferred, max_batch)}max_queue_delay_microseconds: {QUEUE_DELAY_US} }}",
             *(_warm_up(images.name, _TYPES[images.dtype], dims, size) for size in warm_up),
             f'parameters {{ key: "vitx.manifest_sha256" value {{ string_value: '
             f"{_quoted(sha256_file(bundle.path / MANIFEST))} }} }}",
@@ -167,13 +152,6 @@ def _matching_plan(plan: Path, bundle: Bundle) -> PlanInfo:
     return info
 
 
-def _check_plan_use(info: PlanInfo, max_batch: int, device: str | None) -> None:
-    if device == "cpu":
-        raise InputError("a TensorRT plan runs on a GPU only: leave the device out, or serve the ONNX graph")
-    if max_batch > (largest := _largest_batch(info)):
-        raise InputError(f"max_batch {max_batch}: the plan's profiles take batches of 1 to {largest}")
-
-
 def _largest_batch(info: PlanInfo) -> int:
     """Triton may form any batch from 1 to max_batch, so the profiles must cover them without a gap."""
     reach = 0
@@ -193,12 +171,3 @@ def _check_verdict(certificate: Certificate, plan: Path | None, info: PlanInfo |
             f"the certificate says of '{plan}': {said}; certify it on its GPU, `vitx parity RUN BUNDLE --runtime "
             "tensorrt`, or hand over the ONNX graph"
         )
-
-
-def _check_numbers(max_batch: int, max_queue_delay_us: int, instances: int) -> None:
-    if max_batch < 1:
-        raise InputError(f"max_batch {max_batch}: expected 1 or more")
-    if max_queue_delay_us < 0:
-        raise InputError(f"max_queue_delay_us {max_queue_delay_us}: expected 0 or more microseconds")
-    if instances < 1:
-        raise InputError(f"instances {instances}: expected 1 or more")
