@@ -80,8 +80,8 @@ def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
     parts = [node("Split", ["a"], ["b", "c"], num_outputs=2), node("Sum", ["x", "b", "c"], ["y"])]
     shaped = [node("Shape", ["x"], ["s"]), node("Reshape", ["x", "s"], ["y"])]
     gathers = [node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])]
-    turned = [*LINEAR, node("Transpose", ["l"], ["t"], perm=[0, 2, 1]), node("BatchNormalization", ["t", *NORM], ["y"])]
     pixels = [node("BatchNormalization", ["x", *NORM], ["n"]), node("Conv", ["n", "k"], ["y"])]
+    maxima = [node("Pad", ["x", "p", "least"], ["t"]), node("MaxPool", ["t"], ["y"], kernel_shape=[2])]
     largest = [node("ReduceMax", ["x", "o"], ["m"]), node("Expand", ["m", "s"], ["e"]), node("Div", ["x", "e"], ["y"])]
     if fold is linear.split_joint_projections:
         return joint(gathers)
@@ -90,10 +90,10 @@ def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
         linear.linears_as_gemm: ([*LINEAR, node("Neg", ["l"], ["y"])], WEIGHTS),
         linear.join_added_constants: (sums, {"a": values(6)}),
         views.fix_reshape_targets: (shaped, {}),
-        linear.fold_norms_back: (turned, {**WEIGHTS, **norm_of(4)}),
         linear.fold_norms_ahead: (pixels, {**norm_of(5), "k": values(3, 5, 2)}),
         views.drop_expands: (largest, {"o": [1], "s": [1, 5, 6]}),
         views.drop_empty_pads: ([node("Pad", ["x", "p"], ["t"]), node("Neg", ["t"], ["y"])], {"p": [0] * 6}),
+        views.fold_pads_of_maxima: (maxima, {"p": [0, 0, 0, 0, 0, 1], "least": np.float32(-np.inf)}),
         views.split_constants: (parts, {"a": values(2, 1, 1)}),
         views.merge_transposes: (twice, {}),
         views.view_transposes: ([node("Transpose", ["x"], ["y"], perm=[0, 1, 2])], {}),

@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from fold_cases import LINEAR, NORM, WEIGHTS, folded, graph, node, norm_of, values
-from vitx.export.graph.linear_folds import fold_norms_ahead, fold_norms_back, fold_scales
+from fold_cases import LINEAR, NORM, folded, graph, node, norm_of, values
+from vitx.export.graph.linear_folds import fold_norms_ahead, fold_scales
 from vitx.export.graph.view_folds import drop_expands
 
 
@@ -110,44 +110,6 @@ def test_a_factor_of_each_product_stays_where_the_first_operand_is_the_same_for_
     keys = [node("MatMul", ["x", "u"], ["k0"]), view("k0", "k", "s"), *nodes]
     weights: dict[str, Any] = {"w": values(5, 3), "b": values(3), "u": values(5, 6), "s": [2, 3, 4]}
     folded(graph([1, 4, 5], keys, **weights, c=values(2, 1, 1)), fold_scales, 0)
-
-
-@pytest.mark.parametrize("epsilon", [1e-5, 0.1])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_norm_of_tokens_goes_into_the_layer_before_it(bias: bool, epsilon: float) -> None:
-    """LeViT: (N, T, C) viewed as (N·T, C) for the norm; a bias that the layer had not is added."""
-    layer = LINEAR if bias else [node("MatMul", ["x", "w"], ["l"])]
-    nodes = [*layer, view("l", "v", "rows"), norm("v", "n", epsilon=epsilon), view("n", "y", "tokens")]
-    constants: dict[str, Any] = {"rows": [-1, 4], "tokens": [-1, 5, 4], **norm_of(4)}
-    operators = folded(graph(["N", 5, 6], nodes, **WEIGHTS, **constants), fold_norms_back, 1)
-    assert operators == Counter(MatMul=1, Add=1, Reshape=2)
-
-
-@pytest.mark.parametrize(
-    ("layer", "x", "weights"),
-    [
-        (node("Conv", ["x", "w"], ["l"], group=2, pads=[1, 1, 1, 1]), ["N", 4, 3, 3], {"w": values(6, 2, 3, 3)}),
-        (node("Gemm", ["x", "w", "b"], ["l"], transB=1), ["N", 4], {"w": values(6, 4), "b": values(6)}),
-        (node("Gemm", ["x", "w"], ["l"]), ["N", 4], {"w": values(4, 6)}),
-    ],
-    ids=["padded convolution", "rows", "no bias"],
-)
-def test_a_norm_goes_into_every_kind_of_layer(layer: onnx.NodeProto, x: list[Any], weights: dict[str, Any]) -> None:
-    model = graph(x, [layer, norm("l", "y")], **weights, **norm_of(6))
-    assert folded(model, fold_norms_back, 1) == Counter([layer.op_type])
-
-
-def test_a_norm_of_tokens_or_behind_a_layer_that_is_read_stays() -> None:
-    tokens = graph(["N", 5, 6], [*LINEAR, norm("l", "y")], **WEIGHTS, **norm_of(5))
-    folded(tokens, fold_norms_back, 0)
-    model = graph(["N", 6], [*LINEAR, norm("l", "y")], ["y", "l"], **WEIGHTS, **norm_of(4))
-    folded(model, fold_norms_back, 0)
-    for alpha, beta in ((2.0, 1.0), (1.0, 2.0)):
-        doubled = node("Gemm", ["x", "w", "b"], ["l"], alpha=alpha, beta=beta)
-        folded(graph(["N", 6], [doubled, norm("l", "y")], **WEIGHTS, **norm_of(4)), fold_norms_back, 0)
-    varying = [*LINEAR, node("ReduceSum", ["l", "o"], ["gamma"], keepdims=0), norm("l", "y")]
-    constants: dict[str, Any] = {name: array for name, array in norm_of(4).items() if name != "gamma"}
-    folded(graph([1, 6], varying, **WEIGHTS, o=[0], **constants), fold_norms_back, 0)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vitx.export.graph.simplify import simplify
 from vitx.export.graph.view_folds import (
     drop_empty_pads,
     fix_reshape_targets,
+    fold_pads_of_maxima,
     merge_slices,
     merge_transposes,
     merge_views,
@@ -296,6 +297,34 @@ def test_a_pad_by_nothing_is_dropped() -> None:
     nodes = [node("Pad", ["x", "p"], ["t"]), node("Neg", ["t"], ["y"])]
     assert folded(graph(["N", 3], nodes, p=[0, 0, 0, 0]), drop_empty_pads, 1) == Counter(["Neg"])
     folded(graph(["N", 3], nodes, p=[0, 0, 0, 1]), drop_empty_pads, 0)
+
+
+@pytest.mark.parametrize(
+    ("pads", "fill", "pool", "places"),
+    [
+        ([0, 0, 0, 0, 0, 0, 1, 1], -np.inf, {}, 1),
+        ([0, 0, 1, 0, 0, 0, 1, 2], -np.inf, {"pads": [0, 1, 1, 0]}, 1),
+        ([0, 0, 0, 0, 0, 0, 1, 1], 0.0, {}, 0),
+        ([0, 1, 0, 0, 0, 0, 1, 1], -np.inf, {}, 0),
+        ([0, 0, -1, 0, 0, 0, 1, 1], -np.inf, {}, 0),
+        ([0, 0, 3, 0, 0, 0, 0, 0], -np.inf, {}, 0),
+        ([0, 0, 0, 0, 0, 0, 1, 1], -np.inf, {"ceil_mode": 1}, 0),
+        ([0, 0, 0, 0, 0, 0, 1, 1], -np.inf, {"auto_pad": "SAME_UPPER"}, 0),
+    ],
+    ids=["same", "beside its own", "zeros", "channels", "a cut", "a window of it alone", "rounded up", "by name"],
+)
+def test_padding_of_maxima_is_the_pooling_s_own(
+    pads: list[int], fill: float, pool: dict[str, Any], places: int
+) -> None:
+    """NesT: three rows and columns, every second one, of an even number of them."""
+    maxima = node("MaxPool", ["t"], ["y"], kernel_shape=[3, 3], strides=[2, 2], **pool)
+    nodes, constants = [node("Pad", ["x", "p", "f"], ["t"]), maxima], {"p": pads, "f": np.float32(fill)}
+    model, read = (graph(["N", 2, 6, 8], nodes, outputs, **constants) for outputs in (["y"], ["y", "t"]))
+    if places:
+        assert folded(model, fold_pads_of_maxima, 1) == Counter(["MaxPool"])
+    else:  # some of these are -inf
+        assert fold_pads_of_maxima(ir.serde.deserialize_model(model).graph) == 0
+    assert fold_pads_of_maxima(ir.serde.deserialize_model(read).graph) == 0
 
 
 def test_the_parts_of_a_constant_are_constants() -> None:

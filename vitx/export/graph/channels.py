@@ -1,4 +1,4 @@
-"""A factor or a sum behind views, transposes and splits of a layer's result, followed back to the layer's channels."""
+"""A factor behind views, transposes and splits of a layer's result, followed back to the layer's channels."""
 
 import math
 
@@ -20,11 +20,10 @@ def spread(value: ir.Value, array: Array) -> Array | None:
     return full if all(size in (1, known) for size, known in zip(full.shape, shape, strict=True)) else None
 
 
-def before(value: ir.Value, array: Array, neutral: float) -> Array | None:
-    """`array`, which multiplies `value` (`neutral` 1) or is added to it (0), as it stands before the node of `value`.
+def before(value: ir.Value, array: Array) -> Array | None:
+    """`array`, which multiplies `value`, as it stands before the node of `value`, where it belongs to its first input.
 
-    There it belongs to the node's first input. array: as many axes as `value` has, each as long as the value's or 1.
-    None where there is no such array.
+    array: as many axes as `value` has, each as long as the value's or 1. None where there is no such array.
     """
     node = value.producer()
     source, target = shape_of(None if node is None else node.inputs[0]), shape_of(value)
@@ -36,22 +35,22 @@ def before(value: ir.Value, array: Array, neutral: float) -> Array | None:
     if node.op_type in VIEWS:
         return _behind_view(array, source, target)
     if node.op_type == "Split":
-        return _of_all_parts(node, value, array, neutral)
-    if node.op_type == "MatMul" and neutral == 1 and array.shape[-2:] == (1, 1) and len(source) == len(target):
+        return _of_all_parts(node, value, array)
+    if node.op_type == "MatMul" and array.shape[-2:] == (1, 1) and len(source) == len(target):
         # (s·Q)Kᵀ = s·(QKᵀ), for each matrix its own s.
         return array if all(size in (1, known) for size, known in zip(array.shape, source, strict=True)) else None
     return None
 
 
-def _of_all_parts(node: ir.Node, value: ir.Value, array: Array, neutral: float) -> Array | None:
-    """The array of what is split: neutral for the other parts."""
+def _of_all_parts(node: ir.Node, value: ir.Value, array: Array) -> Array | None:
+    """The array of what is split: 1 for the other parts."""
     axis = node.attributes.get_int("axis", 0) % array.ndim
     parts = []
     for output in node.outputs:
         shape = shape_of(output)
         if shape is None or shape[axis] == UNKNOWN:
             return None
-        part = np.full((*array.shape[:axis], shape[axis], *array.shape[axis + 1 :]), neutral, array.dtype)
+        part = np.ones((*array.shape[:axis], shape[axis], *array.shape[axis + 1 :]), array.dtype)
         parts.append(np.broadcast_to(array, part.shape) if output is value else part)
     return np.concatenate(parts, axis)
 

@@ -119,6 +119,9 @@ def clean(model: Any, *, folded: bool = True) -> None:
         ]
     )(model)
     if folded:
+        common.ShapeInferencePass()(
+            model
+        )  # of what it took from a function, such as GroupNorm, the exporter knows none
         simplify(model)
     PassManager(
         [

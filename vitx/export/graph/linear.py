@@ -4,7 +4,6 @@ It is a Conv, a Gemm, or a MatMul by a constant (K, C) with or without the addit
 constants, so a weight that another node reads too stays what it was.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,11 +36,6 @@ class Linear:
     @property
     def data(self) -> ir.Value:
         return source_of(self.product)
-
-    @property
-    def channels(self) -> int:
-        """How many outputs."""
-        return int(self.weight.shape[0 if self.has_rows else -1])
 
     @property
     def has_rows(self) -> bool:
@@ -78,22 +72,18 @@ def linear_of(value: ir.Value | None) -> Linear | None:
     return Linear(product, None, weight, bias)
 
 
-def layer_behind(value: ir.Value, *arrays: tuple[Array | None, float]) -> tuple[Linear, list[Array]] | None:
+def layer_behind(value: ir.Value, factor: Array | None) -> tuple[Linear, Array] | None:
     """The layer whose result `value` is, behind what only moves values and what nothing else reads.
 
-    arrays: what `value` is multiplied by (beside the neutral element 1) or what is added to it (0), with as many axes;
-    returned for the layer's channels, each (C,) or (1,). None where there is no layer, where an array is None, or
-    where it varies along another axis than the channels.
+    factor: what `value` is multiplied by, with as many axes; returned for the layer's channels, (C,) or (1,). None
+    where there is no layer or factor, or where it varies along another axis than the channels.
     """
-    neutral = [each for _, each in arrays]
-    moved = _all(array for array, _ in arrays)
-    while moved is not None and is_inner(value):
+    while factor is not None and is_inner(value):
         layer = linear_of(value)
         if layer is not None:
-            axis = 1 if layer.product.op_type == "Conv" else -1
-            channels = _all(one_axis(array, axis) for array in moved)
+            channels = one_axis(factor, 1 if layer.product.op_type == "Conv" else -1)
             return None if channels is None else (layer, channels)
-        moved = _all(before(value, array, each) for array, each in zip(moved, neutral, strict=True))
+        factor = before(value, factor)
         node = value.producer()
         if node is None or not node.inputs:
             return None
@@ -101,19 +91,10 @@ def layer_behind(value: ir.Value, *arrays: tuple[Array | None, float]) -> tuple[
     return None
 
 
-def _all(arrays: Iterable[Array | None]) -> list[Array] | None:
-    """The arrays; None where one of them is."""
-    given = list(arrays)
-    found = [array for array in given if array is not None]
-    return found if len(found) == len(given) else None
-
-
-def map_outputs(graph: ir.Graph, layer: Linear, scale: Array, shift: Array | None = None) -> None:
-    """`s⊙(Wx + b) + t` as the layer itself, in place: s and t for each output channel (C,) or one for all (1,)."""
+def scale_outputs(graph: ir.Graph, layer: Linear, scale: Array) -> None:
+    """`s⊙(Wx + b)` as the layer itself, in place: s for each output channel (C,) or one for all (1,)."""
     rows = scale.reshape(-1, *[1] * (layer.weight.ndim - 1)) if layer.has_rows else scale
     bias = None if layer.bias is None else layer.bias.astype(np.float64) * scale
-    if shift is not None:
-        bias = np.broadcast_to(shift, layer.channels) + (0.0 if bias is None else bias)
     _set_parameters(graph, layer, layer.weight.astype(np.float64) * rows, bias)
 
 

@@ -29,7 +29,7 @@ from vitx.export.graph.edits import (
     shape_of,
     source_of,
 )
-from vitx.export.graph.linear import Linear, layer_behind, linear_of, map_inputs, map_outputs, operands
+from vitx.export.graph.linear import Linear, layer_behind, linear_of, map_inputs, operands, scale_outputs
 from vitx.export.graph.view_folds import slice_of
 
 # In elements. Two constants that are added one after the other, such as the position biases of heads and the masks of
@@ -48,31 +48,10 @@ def fold_scales(graph: ir.Graph) -> int:
         varying, factor = operands(node)
         if varying is None or factor is None:
             continue
-        found = layer_behind(varying, (spread(varying, factor), 1.0))
+        found = layer_behind(varying, spread(varying, factor))
         if found is not None:
-            layer, (channels,) = found
-            map_outputs(graph, layer, channels)
+            scale_outputs(graph, *found)
             replace(graph, node, varying)
-            changed += 1
-    return changed
-
-
-def fold_norms_back(graph: ir.Graph) -> int:
-    """BatchNorm, in evaluation `s⊙y + t`, into the layer before it: `s⊙(Wx + b) + t = (s⊙W)x + (s⊙b + t)`.
-
-    What the rewrites leave are those of tokens, behind views of a layer's result.
-    """
-    changed = 0
-    for node in nodes_of(graph, "BatchNormalization"):
-        norm, shape = _norm_of(node), shape_of(node.inputs[0])
-        if norm is None or shape is None:
-            continue
-        varying = source_of(node)
-        scale, shift = (spread(varying, array.reshape(-1, *[1] * (len(shape) - 2))) for array in norm)
-        found = layer_behind(varying, (scale, 1.0), (shift, 0.0))
-        if found is not None and found[0].is_plain:
-            map_outputs(graph, found[0], *found[1])
-            replace(graph, node, source_of(node))  # a sum, where the layer had no bias
             changed += 1
     return changed
 

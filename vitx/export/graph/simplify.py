@@ -7,7 +7,6 @@ import onnx_ir as ir
 
 from vitx.export.graph.linear_folds import (
     fold_norms_ahead,
-    fold_norms_back,
     fold_scales,
     join_added_constants,
     linears_as_gemm,
@@ -17,6 +16,7 @@ from vitx.export.graph.view_folds import (
     drop_empty_pads,
     drop_expands,
     fix_reshape_targets,
+    fold_pads_of_maxima,
     merge_slices,
     merge_transposes,
     merge_views,
@@ -29,10 +29,10 @@ from vitx.export.graph.view_folds import (
 FOLDS: tuple[Callable[[ir.Graph], int], ...] = (
     fix_reshape_targets,
     drop_empty_pads,
+    fold_pads_of_maxima,
     split_constants,
     drop_expands,
     merge_slices,
-    fold_norms_back,
     fold_norms_ahead,
     split_joint_projections,
     fold_scales,

@@ -57,6 +57,34 @@ def drop_empty_pads(graph: ir.Graph) -> int:
     return changed
 
 
+def fold_pads_of_maxima(graph: ir.Graph) -> int:
+    """A Pad of rows and columns by -inf goes into the MaxPool behind it, whose own padding is no value either.
+
+    As in NesT. No lower precision could hold the -inf.
+    """
+    changed = 0
+    for node in nodes_of(graph, "MaxPool"):
+        pad, output = producer_of(node.inputs[0], "Pad"), source_of(node)
+        if pad is None or not is_inner(output) or len(pad.inputs) != 3 or len(node.outputs) != 1:
+            continue
+        pads, fill = array_of(pad.inputs[1]), array_of(pad.inputs[2])
+        known, kernel = node.attributes, node.attributes.get_ints("kernel_shape", ())
+        plain = not known.get_int("ceil_mode", 0) and known.get_string("auto_pad", "NOTSET") == "NOTSET"
+        constants = (
+            pads is not None and fill is not None and pad.attributes.get_string("mode", "constant") == "constant"
+        )
+        if not plain or not constants or pads is None or fill != -np.inf:
+            continue
+        both = pads.reshape(2, -1)  # of each axis before and behind
+        window = both[:, 2:] + np.reshape(known.get_ints("pads", [0] * 2 * len(kernel)), (2, -1))
+        if both[:, :2].any() or both.min() < 0 or (window >= kernel).any():  # a window of padding alone is an error
+            continue
+        known["pads"] = ir.AttrInt64s("pads", window.reshape(-1).tolist())
+        replace(graph, pad, source_of(pad))
+        changed += 1
+    return changed
+
+
 def drop_expands(graph: ir.Graph) -> int:
     """An Expand to the shape that its input has, or that is read only beside values of its shape, which broadcast."""
     changed = 0
