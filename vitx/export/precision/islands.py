@@ -3,7 +3,6 @@
 import numpy as np
 import onnx
 
-from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.data.image_set import evenly_spaced
 from vitx.export.graph.dataflow import Dataflow
@@ -46,18 +45,6 @@ class Overflow:
             if node.name in half.floating and beyond.intersection((*node.input, *node.output))
         ]
 
-    def text(self, precision: str) -> str:
-        """Why a graph without islands is impossible."""
-        limit = LARGEST[self.half.element_type]
-        if not self.tensors:
-            node = self.nodes[0]
-            return f"a constant of '{node}' is beyond {limit:g}, where {precision} ends, and islands are forbidden"
-        maker, first = next((node, name) for node in self.flow.nodes for name in node.output if name in self.tensors)
-        return (
-            f"'{first}', made by '{maker.name}', reaches {self.tensors[first]:g} on these images: "
-            f"{precision} ends at {limit:g}, and islands in float32 are forbidden"
-        )
-
 
 def _largest(graph: onnx.ModelProto, flow: Dataflow, images: UInt8Array) -> dict[str, float]:
     tensors = sorted({name for node in flow.nodes for name in node.output if flow.is_float(name)})
@@ -66,9 +53,7 @@ def _largest(graph: onnx.ModelProto, flow: Dataflow, images: UInt8Array) -> dict
     return {name: seen.largest for name, seen in activations.items()}
 
 
-def find_islands(
-    overflow: Overflow, judge: Judge, *, allow_islands: bool = True
-) -> tuple[tuple[str, ...], dict[str, float]]:
+def find_islands(overflow: Overflow, judge: Judge) -> tuple[tuple[str, ...], dict[str, float]]:
     """The fewest nodes in float32, and the error that each node adds (measured only if islands are needed)."""
     half = overflow.half
     if judge.passes(half.build(()), "no island"):
@@ -77,24 +62,12 @@ def find_islands(
     # Overflow first: one infinite value ruins the logits, which no number of rounding errors does.
     rest = sorted((name for name in added if name not in overflow.nodes), key=lambda name: -added[name])
     ordered = [*overflow.nodes, *rest]
-    if not allow_islands:
-        raise CheckFailed(
-            f"without islands: {_last(judge)}; '{ordered[0]}' adds most rounding, {added[ordered[0]]:.3g} of its result"
-        )
     count = len(overflow.nodes)
     if count and judge.passes(half.build(overflow.nodes), f"{count} islands, where it overflows"):
         # No other island is needed, and perhaps not all of these: a large value may be harmless (before a Softmax).
         ordered = list(overflow.nodes)
     islands = minimal_subset(ordered, lambda names: judge.passes(half.build(names), f"{len(names)} islands"))
     return islands, {name: added.get(name, 0.0) for name in ordered[: max(20, len(islands))]}
-
-
-def _last(judge: Judge) -> str:
-    trial = judge.trials[-1]
-    return (
-        f"{trial['flips']} of {trial['images']} images in another class, largest logit error "
-        f"{float(trial['max_error']):.3g} standard deviations where {judge.bounds.logit_error:g} is allowed"
-    )
 
 
 def added_error_by_node(half: HalfGraph, islands: list[str], images: UInt8Array) -> dict[str, float]:

@@ -11,7 +11,7 @@ import onnx
 
 from vitx.core.bundle import Base
 from vitx.core.console import log, progress
-from vitx.core.errors import CheckFailed, InputError, unknown_name
+from vitx.core.errors import InputError, unknown_name
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export.graph.dataflow import Dataflow
@@ -20,7 +20,7 @@ from vitx.export.precision.acceptance import Bounds, Judge, Lowered
 from vitx.export.precision.calibration import MIN_IMAGES, require_images, split_images
 from vitx.export.precision.half import HALVES, HalfGraph, cpu_twin
 from vitx.export.precision.islands import OBSERVED_IMAGES, Overflow, find_islands
-from vitx.export.precision.quantization import FLOAT_NAMES, quantize
+from vitx.export.precision.quantization import quantize
 
 LowerPrecision = Literal["fp16", "bf16", "int8", "fp8"]
 HalfPrecision = Literal["fp16", "bf16"]
@@ -42,7 +42,6 @@ def lower_precision(
     base: Base = "fp32",
     bounds: Bounds | None = None,
     accept: Callable[[onnx.ModelProto], bool] | None = None,
-    allow_islands: bool = True,
     quiet: bool = False,
 ) -> Lowered:
     """Return a float32 graph in lower precision; its input stays uint8 (N, S, S, 3), its output float32 logits.
@@ -54,7 +53,6 @@ def lower_precision(
     base: what computes beside the quantised products of int8 and fp8; a half type with islands as fp16 and bf16 have.
     bounds: how far the result may differ from the float32 graph on these images; by default what a certificate allows.
     accept: called with a graph within the bounds; if it returns False, the search goes on with more in float32.
-    allow_islands: if False, everything must be lowered, or CheckFailed names what cannot be.
 
     Raises InputError for unusable images; CheckFailed for a frozen batch, for weights or activations that are not
     finite (naming them), and when nothing passes, with the numbers.
@@ -67,17 +65,8 @@ def lower_precision(
     if base != "fp32" and precision == "int8" and target == "cpu":
         raise InputError(f"base {base} of int8 is for target tensorrt: ONNX Runtime's CPU computes another result")
     if precision == "int8" or precision == "fp8":
-        lowered = quantize(
-            graph, precision, images, target=target, base=base, bounds=bounds, accept=accept, quiet=quiet
-        )
-        left_out = lowered.details["not_quantized"]
-        if left_out and not allow_islands:
-            raise CheckFailed(
-                f"{precision} fails with every layer quantised; {len(left_out)} would have to stay in "
-                f"{FLOAT_NAMES[base]}, first {left_out[0]}"
-            )
-        return lowered
-    return _to_half(graph, precision, images, bounds, accept, allow_islands=allow_islands, quiet=quiet)
+        return quantize(graph, precision, images, target=target, base=base, bounds=bounds, accept=accept, quiet=quiet)
+    return _to_half(graph, precision, images, bounds, accept, quiet=quiet)
 
 
 def _require_images(graph: onnx.ModelProto, images: UInt8Array) -> None:
@@ -95,7 +84,6 @@ def _to_half(
     bounds: Bounds | None,
     accept: Callable[[onnx.ModelProto], bool] | None,
     *,
-    allow_islands: bool,
     quiet: bool,
 ) -> Lowered:
     half = HalfGraph(Dataflow(graph), HALVES[precision])
@@ -107,12 +95,10 @@ def _to_half(
         quiet=quiet,
     )
     overflow = Overflow(graph, half, images)
-    if overflow.nodes and not allow_islands:
-        raise CheckFailed(overflow.text(precision))
     judge = Judge(graph, judged, bounds or Bounds(SHARE_OF_STD[precision]), accept, runnable=cpu_twin)
     with progress(f"{precision} trials", 0, quiet=quiet) as bar:
         judge.bar = bar
-        islands, added_error = find_islands(overflow, judge, allow_islands=allow_islands)
+        islands, added_error = find_islands(overflow, judge)
     lowered = half.build(islands)
     onnx.checker.check_model(lowered, full_check=True)
     details: dict[str, Any] = {
