@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ class Dataflow:
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         _require_finite(self.constants)
         self.nodes = _named(model.graph.node)
-        inputs = _inputs(model.graph)
-        self.inputs = tuple(value.name for value in inputs)
+        self.inputs = tuple(value.name for value in model.graph.input)
         self.outputs = tuple(value.name for value in model.graph.output)
         self.types, self.shapes = _types_and_shapes(model)
         self.opset = opset_of(model)
@@ -46,14 +46,14 @@ class Dataflow:
             producer_name=model.producer_name,
             producer_version=model.producer_version,
             functions=model.functions,
-            graph=onnx.GraphProto(name=model.graph.name, input=inputs, output=model.graph.output),
+            graph=onnx.GraphProto(name=model.graph.name, input=model.graph.input, output=model.graph.output),
         )
 
     def readers(self) -> dict[str, list[onnx.NodeProto]]:
         """The nodes that read each tensor, in order."""
         found: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
-            for name in dict.fromkeys((*node.input, *captured(node))):
+            for name in dict.fromkeys(node.input):
                 found[name].append(node)
         return found
 
@@ -66,7 +66,7 @@ class Dataflow:
         varying = set(self.inputs)
         for node in self.nodes:
             # A shape is the same for every image of a batch, and so is everything computed from it.
-            if node.op_type not in ("Shape", "Size") and varying.intersection((*node.input, *captured(node))):
+            if node.op_type not in ("Shape", "Size") and varying.intersection(node.input):
                 varying.update(node.output)
         return varying
 
@@ -82,24 +82,12 @@ class Dataflow:
         self, nodes: Iterable[onnx.NodeProto], new_constants: Mapping[str, TensorProto] | None = None
     ) -> onnx.ModelProto:
         """A graph of `nodes`, in their order, with the constants that they read and no others."""
-        model = onnx.ModelProto()
-        model.CopyFrom(self._skeleton)
+        model = deepcopy(self._skeleton)
         model.graph.node.extend(nodes)
-        used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
+        used = {name for node in model.graph.node for name in node.input}
         constants = {**self.constants, **(new_constants or {})}
         model.graph.initializer.extend(tensor for name, tensor in constants.items() if name in used)
         return model
-
-
-def captured(node: onnx.NodeProto) -> set[str]:
-    """The tensors that the bodies of an If, Loop or Scan read, those of the body itself among them."""
-    found: set[str] = set()
-    for given in node.attribute:
-        for body in (given.g, *given.graphs):
-            found.update(value.name for value in body.output)
-            for inner in body.node:
-                found.update((*inner.input, *captured(inner)))
-    return found
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
@@ -136,18 +124,12 @@ def cast(source: str, target: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"{source} to {target}", to=to)
 
 
-def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    return copy
-
-
 def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """Copies of the nodes, each with a unique name: precisions are chosen node by node, by name."""
     seen: set[str] = set()
     copies = []
     for index, node in enumerate(nodes):
-        copy = copy_of(node)
+        copy = deepcopy(node)
         copy.name = node.name or f"{node.op_type}_{index}"
         if copy.name in seen:
             copy.name = f"{copy.name}_{index}"
@@ -173,14 +155,8 @@ def _require_finite(constants: Mapping[str, TensorProto]) -> None:
                 )
 
 
-def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The inputs but for constants, which had to be listed too before version 4 of the IR."""
-    constants = {tensor.name for tensor in graph.initializer}
-    return [value for value in graph.input if value.name not in constants]
-
-
 def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
-    for value in (*_inputs(graph), *graph.output):
+    for value in (*graph.input, *graph.output):
         shape = value.type.tensor_type.shape.dim
         if not shape or not shape[0].dim_param:
             given = shape[0].dim_value if shape else "no shape"

@@ -1,6 +1,7 @@
 """Running an ONNX graph on real images in ONNX Runtime on the CPU: its logits, or any tensors in it."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,7 @@ def run_with_outputs(
     graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array, batch: int = BATCH, *, fused: bool = True
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Yield the values of the named tensors, one dictionary a batch of images; memory is that of one batch."""
-    watched = onnx.ModelProto()
-    watched.CopyFrom(graph)
+    watched = deepcopy(graph)
     # ONNX Runtime only hands out the graph's outputs, so the tensors become outputs; their types are inferred.
     present = {value.name for value in watched.graph.output}
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in present)

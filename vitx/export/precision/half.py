@@ -1,14 +1,15 @@
 """float16 and bfloat16 written into a graph, with float32 islands, and the float32 twin that a CPU judges it by."""
 
 from collections.abc import Collection, Iterator
+from copy import deepcopy
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, captured, cast, copy_of, named_tensor
+from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, cast, named_tensor
 
 HALVES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 NUMPY_TYPES: dict[int, np.dtype[Any]] = {
@@ -19,7 +20,6 @@ NUMPY_TYPES: dict[int, np.dtype[Any]] = {
 LARGEST: dict[int, float] = {TensorProto.FLOAT16: 65504.0, TensorProto.BFLOAT16: 255 * 2.0**120}
 # The smallest number above 0.
 SMALLEST: dict[int, float] = {TensorProto.FLOAT16: 2.0**-24, TensorProto.BFLOAT16: 2.0**-133}
-_NAMES: dict[int, str] = {TensorProto.FLOAT16: "tensor(float16)", TensorProto.BFLOAT16: "tensor(bfloat16)"}
 
 
 class HalfGraph:
@@ -40,7 +40,7 @@ class HalfGraph:
 
     def _has_half(self, node: onnx.NodeProto) -> bool:
         """Whether the operator's definition in this opset allows the type: a Conv takes bfloat16 since opset 22."""
-        if node.domain not in STANDARD or captured(node):  # the bodies of an If or a Loop stay as they are
+        if node.domain not in STANDARD:
             return False
         # Of the type variables of the definition, those that stand for an input or output and may be float32 (an
         # index may not) decide.
@@ -48,7 +48,8 @@ class HalfGraph:
         used = {item.type_str for item in (*schema.inputs, *schema.outputs)}
         allowed = [c.allowed_type_strs for c in schema.type_constraints if c.type_param_str in used]
         floats = [types for types in allowed if "tensor(float)" in types]
-        return bool(floats) and any(_NAMES[self.element_type] in types for types in floats)
+        half = f"tensor({NUMPY_TYPES[self.element_type].name})"
+        return any(half in types for types in floats)
 
     def build(self, islands: Collection[str]) -> onnx.ModelProto:
         """The graph in half precision except for `islands` and for operators that do not have the type."""
@@ -65,14 +66,13 @@ class _HalfWriter:
         self.made_in_half = {
             name for node in flow.nodes if node.name in in_half for name in node.output if flow.is_float(name)
         }
-        # Of these, what needs its float32 form under its name: the outputs, and what bodies of an If or a Loop read.
-        self.kept = self.made_in_half & set(flow.outputs).union(*map(captured, flow.nodes))
+        self.kept = self.made_in_half & set(flow.outputs)  # what needs its float32 form under its name
         self.constants: dict[str, TensorProto] = {}
         self.casts: set[str] = set()
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
         for node in self.flow.nodes:
-            copy = copy_of(node)
+            copy = deepcopy(node)
             for index, name in enumerate(node.input):
                 if name and self.flow.is_float(name):
                     by_half = node.name in self.in_half and not _is_float32_only(node, index)
@@ -117,17 +117,11 @@ class _HalfWriter:
 
     def _retype(self, node: onnx.NodeProto) -> None:
         """Where a node names the type of its result (Cast, ConstantOfShape, …), name the half type."""
-        dtype = NUMPY_TYPES[self.element_type]
-        if node.op_type == "ConstantOfShape" and not node.attribute:
-            node.attribute.append(helper.make_attribute("value", named_tensor("", np.zeros(1, dtype))))
         for given in node.attribute:
-            if given.name in ("value_float", "value_floats"):
-                value = np.array(helper.get_attribute_value(given), dtype)
-                given.CopyFrom(helper.make_attribute("value", named_tensor("", value)))
             if given.name in ("to", "dtype") and given.i == TensorProto.FLOAT:
                 given.i = self.element_type
             if given.name == "value" and given.t.data_type == TensorProto.FLOAT:
-                _convert(given.t, dtype)
+                _convert(given.t, NUMPY_TYPES[self.element_type])
 
 
 def _is_float32_only(node: onnx.NodeProto, index: int) -> bool:
@@ -161,7 +155,7 @@ def cpu_twin(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _rounded_nodes(flow: Dataflow, halves: set[str]) -> Iterator[onnx.NodeProto]:
     for node in flow.nodes:
-        copy = copy_of(node)
+        copy = deepcopy(node)
         made = [name for name in node.output if name in halves and node.op_type != "DequantizeLinear"]
         for given in copy.attribute:
             if given.name == "value" and given.t.data_type in NUMPY_TYPES:

@@ -14,6 +14,7 @@ are of the base's type too, because Q and DQ give back the type of their scale.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import ml_dtypes
@@ -23,7 +24,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from vitx.core.bundle import Base
-from vitx.export.graph.dataflow import Dataflow, copy_of, named_tensor
+from vitx.export.graph.dataflow import Dataflow, named_tensor
 from vitx.export.options import Target
 from vitx.export.precision.calibration import Activations, Method
 from vitx.export.precision.half import HALVES, NUMPY_TYPES, SMALLEST, HalfGraph
@@ -183,7 +184,7 @@ class _QdqWriter:
         yield copy
 
     def _renamed(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        copy = copy_of(node)
+        copy = deepcopy(node)
         for index, name in enumerate(node.input):
             copy.input[index] = self.renamed.get((node.name, name), name)
         return copy
