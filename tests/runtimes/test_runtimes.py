@@ -73,9 +73,9 @@ def session(request: pytest.FixtureRequest, certified_original: Bundle, tiny_run
         return load_session(certified_original, name, device="cpu", threads=1)
     if why_unusable(name):
         pytest.skip(why_unusable(name))
-    from vitx.runtimes.torch import load_run_session
+    from vitx.runtimes.torch import load_run
 
-    return load_run_session(tiny_run, device="cpu", compiled=name == "torch-compile")
+    return load_run(tiny_run, device="cpu", compiled=name == "torch-compile")[0]
 
 
 def test_runtime_equals_the_independent_function(session: Session, colours: ImageSet, reference: NumpySession) -> None:
@@ -146,19 +146,19 @@ def test_unknown_runtime_and_device_are_refused(certified_original: Bundle) -> N
 
 @needs_no_gpu
 def test_gpu_that_is_not_there_is_refused(certified_original: Bundle, tiny_run: RunFolder) -> None:
-    from vitx.runtimes.torch import load_run_session
+    from vitx.runtimes.torch import load_run
 
     with pytest.raises(EnvironmentMissing, match="the NVIDIA driver offers no GPU; choose --device cpu"):
         load_session(certified_original, device="cuda")
     with pytest.raises(EnvironmentMissing, match="torch sees no GPU; choose --device cpu"):
-        load_run_session(tiny_run, device="cuda")
+        load_run(tiny_run, device="cuda")
 
 
 def test_unknown_checkpoint_is_refused(tiny_run: RunFolder) -> None:
-    from vitx.runtimes.torch import load_run_session
+    from vitx.runtimes.torch import load_run
 
     with pytest.raises(InputError, match=r"unknown checkpoint 'newest'.*known: best, best-raw, last, last-raw"):
-        load_run_session(tiny_run, "newest")
+        load_run(tiny_run, "newest")
 
 
 def test_graph_that_is_no_graph_is_refused(tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_a_package_that_is_missing_is_named(certified_original: Bundle, monkeypa
 
 
 def test_compilation_needs_a_compiler(tiny_run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitx.runtimes.torch import load_run_session
+    from vitx.runtimes.torch import load_run
 
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EnvironmentMissing, match="'no-such-compiler' is not there: install it") as caught:
-        load_run_session(tiny_run, device="cpu", compiled=True)
+        load_run(tiny_run, device="cpu", compiled=True)
     assert caught.value.exit_code == 3
-    assert load_run_session(tiny_run, device="cpu").describe()["runtime"] == "torch"
+    assert load_run(tiny_run, device="cpu")[0].describe()["runtime"] == "torch"
 
 
 def test_a_compiler_that_fails_is_no_traceback(
@@ -222,7 +222,7 @@ def test_a_compiler_that_fails_is_no_traceback(
 ) -> None:
     import torch
 
-    from vitx.runtimes.torch import load_run_session
+    from vitx.runtimes.torch import load_run
 
     true = shutil.which("true")
     assert true is not None
@@ -230,7 +230,7 @@ def test_a_compiler_that_fails_is_no_traceback(
     monkeypatch.setenv("CXX", true)
     torch.compiler.reset()
     with pytest.raises(EnvironmentMissing, match=r"torch\.compile cannot compile the network \(.*\): choose torch"):
-        load_run_session(tiny_run, device="cpu", compiled=True)
+        load_run(tiny_run, device="cpu", compiled=True)
 
 
 def test_a_bundle_without_ir_is_refused(certified_original: Bundle, bundle_with_ir: Bundle, tmp_path: Path) -> None:

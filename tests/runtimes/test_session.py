@@ -27,7 +27,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.runtimes import Session, SessionClosed, load_session
 from vitx.runtimes.instances import SessionPool, load_elastic, load_instances
-from vitx.runtimes.torch import load_run_session
+from vitx.runtimes.torch import load_run
 from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
 
@@ -131,9 +131,9 @@ def test_openvino_is_freed(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_torch_is_freed(tiny_run: RunFolder) -> None:
-    from vitx.runtimes.torch import load_run_session
+    from vitx.runtimes.torch import load_run
 
-    with load_run_session(tiny_run, device="cpu") as session:
+    with load_run(tiny_run, device="cpu")[0] as session:
         assert len(session.infer(IMAGES)) == 2
         network = weakref.ref(session.network())
         same = session.with_normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -294,7 +294,7 @@ def test_the_checkpoint_s_logits_in_float64(tiny_run: RunFolder) -> None:
     """Each image alone, on the CPU, and the session's own network stays in float32."""
     images = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
     normal = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
-    with load_run_session(tiny_run, device="cpu") as session:
+    with load_run(tiny_run, device="cpu")[0] as session:
         found = session.infer_float64(images)["logits"]
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, normal.mean(axis=(1, 2)) @ WEIGHT.astype(np.float64) + BIAS, atol=1e-13)

@@ -178,11 +178,10 @@ class BenchRequest:
     def _load_run(self, name: str) -> Session:
         if self.run is None:
             raise InputError(f"runtime {name} runs a checkpoint, not a bundle: give its run with --run")
-        from vitx.runtimes.torch import load_run_session
+        from vitx.runtimes.torch import load_run
 
-        return load_run_session(
-            RunFolder.open(self.run), device=self.device, threads=self.threads, compiled=name == "torch-compile"
-        )
+        run, compiled = RunFolder.open(self.run), name == "torch-compile"
+        return load_run(run, device=self.device, threads=self.threads, compiled=compiled)[0]
 
 
 def _runs_a_run(name: str) -> bool:

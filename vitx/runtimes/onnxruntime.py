@@ -257,8 +257,7 @@ def compute_elsewhere(session: onnxruntime.InferenceSession, provider: str) -> t
 
 def _preload_libraries(*, tensorrt: bool) -> None:
     """Load the CUDA and TensorRT libraries that pip installed: the system's loader does not look among its packages."""
-    if hasattr(onnxruntime, "preload_dlls"):
-        onnxruntime.preload_dlls()
+    onnxruntime.preload_dlls()
     if tensorrt:
         try:
             importlib.import_module("tensorrt")

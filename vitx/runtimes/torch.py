@@ -127,23 +127,18 @@ class TorchSession(Session):
         }
 
 
-def load_run_session(
+def load_run(
     run: RunFolder,
     which: str = "best",
     *,
     device: str = "auto",
     threads: int | None = None,
     compiled: bool = False,
-) -> TorchSession:
-    """Load a run's checkpoint as the reference; `compiled` for the runtime torch-compile."""
-    session, _ = load_run(run, which, device=device, threads=threads, compiled=compiled)
-    return session
-
-
-def load_run(
-    run: RunFolder, which: str, *, device: str, threads: int | None, compiled: bool
 ) -> tuple[TorchSession, str]:
-    """As `load_run_session`, with the sha256 of the weights that were read: the EMA's where the run kept one."""
+    """Load a run's checkpoint as the reference; `compiled` for the runtime torch-compile.
+
+    With the sha256 of the weights that were read: the EMA's where the run kept one.
+    """
     checkpoint = checkpoint_name(which)
     model, state = load_run_model(run, checkpoint)
     session = TorchSession(
