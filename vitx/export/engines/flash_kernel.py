@@ -9,13 +9,12 @@ import importlib.util
 import re
 from typing import Any, Literal, NamedTuple
 
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.models.flash.reattention import Tiles, beyond_limits, heads_per_program, kernel_constants, launch_options
 
 Operator = Literal["Reattention", "TalkingHeads"]
 Half = Literal["fp16", "bf16"]
 KERNELS: dict[Operator, str] = {"Reattention": "reattention_kernel", "TalkingHeads": "talking_heads_kernel"}
-HALVES: tuple[Half, ...] = ("fp16", "bf16")
 
 # The builder times these tiles on its GPU and keeps the fastest. The last fits the 48 KiB of shared memory that every
 # kernel may use; whether TensorRT requests more for the others is not documented.
@@ -66,8 +65,6 @@ def compiled_kernels(operator: Operator, architecture: str, heads: int, width: i
     """
     capability = _capability(architecture)
     limit = _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) * 1024
-    if operator not in KERNELS:
-        raise unknown_name("operator", operator, KERNELS)
     compiled = [compiled_kernel(operator, architecture, heads, width, half, tiles) for tiles in TILES[operator]]
     return [kernel for kernel in compiled if kernel.shared <= limit]
 
@@ -78,8 +75,6 @@ def compiled_kernel(
 ) -> FlashKernel:
     """Compile the kernel of an operator with given tiles; see `compiled_kernels` for errors."""
     capability = _capability(architecture)
-    if half not in HALVES:
-        raise unknown_name("precision of the flash kernels", half, HALVES)
     unsupported = why_not_compiled(heads, 1, width)  # the tokens are an argument at run time
     if unsupported is not None:
         raise InputError(f"the flash kernels do not take {unsupported}: leave the plugin out")
