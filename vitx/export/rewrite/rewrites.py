@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import DropPath
-from timm.models import reparameterize_model
+from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
 from vitx.core.errors import CheckFailed, InputError, unknown_name
