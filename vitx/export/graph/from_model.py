@@ -119,9 +119,8 @@ def clean(model: Any, *, folded: bool = True) -> None:
         ]
     )(model)
     if folded:
-        common.ShapeInferencePass()(
-            model
-        )  # of what it took from a function, such as GroupNorm, the exporter knows none
+        # Of what it takes from a function, such as GroupNorm, the exporter knows no shapes.
+        common.ShapeInferencePass()(model)
         simplify(model)
     PassManager(
         [

@@ -70,10 +70,9 @@ def fold_pads_of_maxima(graph: ir.Graph) -> int:
         pads, fill = array_of(pad.inputs[1]), array_of(pad.inputs[2])
         known, kernel = node.attributes, node.attributes.get_ints("kernel_shape", ())
         plain = not known.get_int("ceil_mode", 0) and known.get_string("auto_pad", "NOTSET") == "NOTSET"
-        constants = (
-            pads is not None and fill is not None and pad.attributes.get_string("mode", "constant") == "constant"
-        )
-        if not plain or not constants or pads is None or fill != -np.inf:
+        if not plain or pad.attributes.get_string("mode", "constant") != "constant":
+            continue
+        if pads is None or fill is None or fill != -np.inf:
             continue
         both = pads.reshape(2, -1)  # of each axis before and behind
         window = both[:, 2:] + np.reshape(known.get_ints("pads", [0] * 2 * len(kernel)), (2, -1))
