@@ -73,7 +73,7 @@ def test_a_graph_that_openvino_converts_and_cannot_compile_is_refused(tmp_path: 
     graph = helper.make_graph([helper.make_node("LRN", ["x"], ["y"], size=3)], "lrn", sides[:1], sides[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), str(tmp_path / "model.onnx"))
     with pytest.raises(
-        InputError, match=r"^OpenVINO cannot compile the graph \(.*LRN.*\): leave --openvino and --for cpu out$"
+        InputError, match=r"^OpenVINO cannot compile the graph \(.+\): leave --openvino and --for cpu out$"
     ):
         openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
