@@ -430,7 +430,7 @@ def test_the_table_of_layers_is_of_the_plan_beside_it(tmp_path: Path) -> None:
 def test_other_write_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """A disk that takes nothing is told like a full one."""
     monkeypatch.setattr("vitx.export.engines.profiles.write_bytes", Mock(side_effect=OSError(number, "why")))
-    with pytest.raises(EnvironmentMissing if number == errno.EROFS else OSError, match="Read-only|why"):
+    with pytest.raises(EnvironmentMissing if number == errno.EROFS else OSError, match=r"Read-only|why"):
         write_plan(tmp_path / "a.plan", b"x", fake_info(b"x"))
 
 
