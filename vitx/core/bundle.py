@@ -62,6 +62,7 @@ _EXTERNAL = re.compile(rb"(?:\x08|\x88\x80*\x00)location")
 _BLOCK = 2**20
 _SMALL_BYTES = 64 * _BLOCK  # of a manifest, a certificate or a signature at most
 _SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
+_MOUNTED = "..data"  # through this link leads each file of a volume that Kubernetes makes of a ConfigMap or a Secret
 
 
 class FileEntry(Record):
@@ -347,6 +348,11 @@ def url_of(path: Path | str) -> str | None:
     return whole if _SCHEME.match(given) else None
 
 
+def files_folder(path: Path) -> Path:
+    """Where the files of the folder `path` are: behind the link that is moved when a mounted volume changes."""
+    return mounted if (mounted := path / _MOUNTED).is_dir() else path
+
+
 def local_bundle(path: Path | str) -> Path:
     """The folder of a bundle: `path` itself, or the copy of a URL's in this machine's cache, made now if there is none.
 
@@ -359,7 +365,7 @@ def local_bundle(path: Path | str) -> Path:
     """
     url = url_of(path)
     if url is None:
-        return Path(path)
+        return files_folder(Path(path))
     store = _Store(url)
     heads = {name: content for name in _READ_EACH_TIME if (content := store.small(name)) is not None}
     if MANIFEST not in heads:

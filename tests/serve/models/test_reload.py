@@ -20,6 +20,7 @@ from server_process import INFER_PATH as PATH
 from server_process import ServerProcess, load_on, run_serve, running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.files import replace_folder
+from vitx.serve.models.loading import file_states
 from vitx.serve.models.repository import Repository
 from vitx.serve.options import ServeOptions
 from vitx.serve.server_core import ServerCore, verified
@@ -129,6 +130,31 @@ def test_a_watched_bundle_is_loaded_when_it_is_replaced(tmp_path: Path) -> None:
         replace_bundle(bundle.path, fault="drift")  # another model: its logits are 3e-4 higher
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
         assert np.subtract(logits(server), before) == pytest.approx([3e-4] * 4, abs=5e-5)
+
+
+def test_a_bundle_in_a_mounted_volume_is_served_and_watched(tmp_path: Path) -> None:
+    """As Kubernetes lays out a ConfigMap: each file a link through `..data`, which is moved when the map changes."""
+    volume = tmp_path / "digits.vitx"
+    volume.mkdir()
+
+    def publish(of: str, **options: Any) -> None:
+        fresh = write_bundle(tmp_path / "fresh.vitx", name="tiny", **options).path
+        fresh.rename(volume / of)
+        link = volume / "..data_tmp"
+        link.symlink_to(of)
+        link.rename(volume / "..data")
+        for file in (volume / of).iterdir():
+            if not (volume / file.name).exists():
+                (volume / file.name).symlink_to(f"..data/{file.name}")
+
+    publish("..2026_11_29_08_00_00.1")
+    with running_server(volume, "--allow-uncertified", "--watch") as server:
+        before = logits(server)
+        publish("..2026_11_29_09_00_00.2", fault="drift")
+        shutil.rmtree(volume / "..2026_11_29_08_00_00.1")
+        wait_until(lambda: logits(server) != before)
+        assert server.metric('vitx_model_loads_total{model="tiny",result="refused",version="1"}') == 0
+    assert file_states(volume) == file_states((volume / "..data").resolve())  # else it would be loaded again and again
 
 
 def test_a_bundle_by_url_is_copied_again_when_it_is_loaded_again(tiny_bundle: Bundle, managed: list[str]) -> None:

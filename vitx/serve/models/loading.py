@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from vitx.core.bundle import LATENCY, Bundle, local_bundle
+from vitx.core.bundle import LATENCY, Bundle, files_folder, local_bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
@@ -51,6 +51,7 @@ def key_text(key: ModelKey) -> str:
 def file_states(path: Path) -> FileStates:
     """(name, inode, mode, mtime, size) of a bundle's files: changes when one of them does. (): no bundle."""
     with suppress(OSError):  # one of them went meanwhile
+        path = files_folder(path)
         files = [file for file in sorted(path.rglob("[!.]*")) if file.name != LATENCY and file.is_file()]
         stats = [(str(file.relative_to(path)), file.stat()) for file in files]
         return tuple((name, stat.st_ino, stat.st_mode, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
