@@ -17,6 +17,7 @@ import pytest
 
 from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession, colour_image, png, write_bundle
 from server_process import (
+    COMMAND,
     SLOW_MODEL,
     end_under_load,
     held_model,
@@ -209,6 +210,19 @@ def test_a_server_whose_log_nobody_reads_any_more_drains(tiny_bundle: Bundle) ->
         server.process.stderr.close()
         assert server.request("POST", PATH, body(7))[0] == 200
         assert server.stop() == 0
+
+
+def test_a_server_starts_also_where_nobody_takes_its_line(tiny_bundle: Bundle) -> None:
+    """A pipe whose reader has gone, as a full disk under the file, ended it when all models were warm."""
+    reader, output = os.pipe()
+    os.close(reader)
+    words = [*COMMAND, tiny_bundle.path, "--port", "0", "--instances", "1"]
+    with subprocess.Popen(words, stdout=output, stderr=subprocess.PIPE, text=True) as process:
+        os.close(output)
+        assert process.stderr is not None
+        assert any(line.startswith("next: curl ") for line in process.stderr)  # comes behind that line
+        process.terminate()
+        assert process.wait(20) == 0
 
 
 def test_sigterm_drains_in_flight_work_and_refuses_new(tmp_path: Path, tiny_bundle: Bundle) -> None:
