@@ -10,6 +10,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -368,6 +369,20 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
             read_pem(ServeOptions(**pair, tls_client_ca=wrong))
     refused = run_serve("missing.vitx", "--token-file", tmp_path / "missing", "--port", "0")
     assert refused.returncode == 2
+
+
+def test_a_certificate_that_has_ended_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate, key = make_certificate(tmp_path)
+    told = subprocess.check_output(["openssl", "x509", "-in", certificate, "-noout", "-enddate"], text=True)
+    end = datetime.fromtimestamp(ssl.cert_time_to_seconds(told.strip().removeprefix("notAfter=")), UTC)
+    read_pem(ServeOptions(tls_cert=certificate, tls_key=key))
+    assert capsys.readouterr().err == ""
+    der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+    ended = ssl.DER_cert_to_PEM_cert(der.replace(end.strftime("%y%m%d%H%M%SZ").encode(), b"260102030405Z"))
+    certificate.write_text(f"a text before it\n{ended}{ended}")
+    assert read_pem(ServeOptions(tls_cert=certificate, tls_key=key)) is not None
+    what = f"the certificate in '{certificate}' ended on 2026-01-02 03:04:05+00:00: clients will refuse it"
+    assert capsys.readouterr().err == f"warning: {what}\n"
 
 
 def test_a_token_that_is_not_ascii_is_refused_without_an_error(tmp_path: Path) -> None:

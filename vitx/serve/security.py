@@ -1,19 +1,23 @@
 """Who may ask: TLS, bearer tokens for inference, management and metrics, and the hosts and pages that may ask."""
 
+import base64
 import hmac
 import ipaddress
 import re
 import ssl
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 
 Kind = Literal["inference", "management", "metrics"]
+_VALID = re.compile(rb"\x17\r\d{12}Z\x17\r(\d{12})Z")  # in DER from when to when; from 2050 on dates have other tags
 _TOKEN, _TOKEN_BYTES = re.compile(rb"[!-~]{16,}"), 2**15  # as many as headers have by default
 
 
@@ -113,6 +117,11 @@ def read_pem(options: ServeOptions) -> Pem | None:
         pair = key.read_bytes(), chain.read_bytes()
     except (OSError, ssl.SSLError) as why:  # a missing file, no PEM, or a key with a password or of another certificate
         raise InputError(f"'{chain}' and '{key}' are no certificate with its key, in PEM, unencrypted: {why}") from None
+    first = pair[1].partition(b"CERTIFICATE-----")[2].partition(b"-----")[0]
+    if dates := _VALID.search(base64.b64decode(first)):
+        end = datetime.strptime(f"{dates[1].decode()}+0000", "%y%m%d%H%M%S%z")
+        if end < datetime.now(UTC):
+            log(f"warning: the certificate in '{chain}' ended on {end}: clients will refuse it")
     if options.grpc_port is not None and not all(pair):
         raise InputError(f"'{chain}' or '{key}' is a pipe, which gRPC reads a second time: give files")
     if authorities is None:

@@ -62,7 +62,7 @@ def test_the_images_are_fixed_and_smooth() -> None:
     assert images.std() > 30
     steps = np.abs(np.diff(images.astype(int), axis=1))
     assert steps.max() <= 64  # a quarter of the range: four pixels lie between two colours
-    assert canary_images((32, 48, 1), 2).shape == (2, 32, 48, 1)
+    assert canary_images((32, 48, 3), 2).shape == (2, 32, 48, 3)
 
 
 def test_drift_provider_and_failure_are_found(tiny_bundle: Bundle) -> None:

@@ -174,12 +174,6 @@ def test_what_is_no_token_is_said_and_not_printed(option: str, tmp_path: Path, v
     assert err.startswith(f"error: the token in '{tmp_path / 'token'}' is not 16 or more visible ASCII characters")
 
 
-def test_an_answer_that_does_not_end(vitx: Vitx) -> None:
-    with answering({"/v1/stats": b" " * (65 * 2**20)}) as (url, _):
-        code, _, err = vitx("top", url, "--once")
-    assert (code, "its answer to /v1/stats does not end" in err) == (3, True)
-
-
 @contextmanager
 def answering(bodies: dict[str, bytes], location: str = "") -> Iterator[tuple[str, list[Message]]]:
     """(URL of a server with these answers by path, the heads it got); with `location` it points there."""
@@ -267,7 +261,7 @@ def test_a_worker_that_is_missing_or_replaced(before: dict[str, float], now: dic
 
 
 def test_without_a_reading_before_nothing_is_known_of_workers() -> None:
-    """The uptime that comes with the counters of all is of one that may be young."""
+    """One may have been replaced, and counts for less time than the uptime says."""
     assert snapshot(counted(2, a=100, b=200), None)["requests_per_second"] == 0
 
 

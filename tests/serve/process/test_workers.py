@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -112,11 +113,15 @@ def test_a_worker_that_hangs_is_killed_and_replaced(tiny_bundle: Bundle) -> None
 
 def test_hangup_replaces_every_worker_and_loses_no_request(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
-        before = set(workers_of(server))
+        before, uptime = set(workers_of(server)), server.json("/v1/stats")["uptime_seconds"]
+        read = time.monotonic()
         with load_on(server, 4) as answered:
             wait_until(lambda: answered() > 50)
             server.process.send_signal(signal.SIGHUP)
             wait_until(lambda: len(workers_of(server)) == 2 and not before & set(workers_of(server)))
+        wait_until(lambda: reporting(server) == 2)
+        passed = time.monotonic() - read
+        assert server.json("/v1/stats")["uptime_seconds"] > uptime + passed - 0.01  # of the service, as the first one's
 
 
 @pytest.mark.parametrize("ready", [0, 1])

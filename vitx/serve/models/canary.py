@@ -23,12 +23,10 @@ _SHARE_OF_STD = 1e-3  # allowed error in standard deviations of the logits, for 
 
 
 def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
-    """Return uint8 (count, *shape), the same on every machine; `shape` is (height, width, channels)."""
-    height, width, channels = shape
-    colours = np.random.default_rng(0).integers(0, 256, (count, channels, _PATCHES, _PATCHES), dtype=np.uint8)
-    size, kind = (width, height), Image.Resampling.BILINEAR
-    planes = [[np.asarray(Image.fromarray(plane).resize(size, kind)) for plane in image] for image in colours]
-    return np.moveaxis(np.asarray(planes), 1, -1)
+    """Return uint8 (count, *shape), the same on every machine; `shape` is (height, width, 3)."""
+    colours = np.random.default_rng(0).integers(0, 256, (count, _PATCHES, _PATCHES, 3), dtype=np.uint8)
+    size, kind = (shape[1], shape[0]), Image.Resampling.BILINEAR
+    return np.stack([np.asarray(Image.fromarray(image).resize(size, kind)) for image in colours])
 
 
 class Canary:

@@ -104,7 +104,7 @@ class Metrics:
         self._requests_of, self._seconds_of = cache(self.requests.labels), cache(self.request_seconds.labels)
         self.latencies: deque[float] = deque(maxlen=_RECENT)
         self.answered = self.rejected = 0
-        self._started = time.monotonic()
+        self.started = time.monotonic()
 
     def add_model(self, key: tuple[str, str], about: Sequence[str], *reads: Callable[[], float]) -> ModelMetrics:
         """Return the series of a model; a model that replaces another of the same key continues its series.
@@ -151,7 +151,7 @@ class Metrics:
         """Counters since the start, of which the page takes differences, and percentiles of the latest requests."""
         recent, last = sorted(self.latencies), len(self.latencies) - 1
         p50, p99 = (round(1e3 * recent[int(share * last)], 3) if recent else None for share in (0.5, 0.99))
-        counters = {"uptime_seconds": round(time.monotonic() - self._started, 3), "requests": self.answered}
+        counters = {"uptime_seconds": round(time.monotonic() - self.started, 3), "requests": self.answered}
         return {**counters, "rejected": self.rejected, "latency_ms": {"p50": p50, "p99": p99}}
 
 

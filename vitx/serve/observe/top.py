@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException, IncompleteRead
+from http.client import HTTPException
 from math import inf
 from typing import Any
 from urllib import request as web
@@ -20,7 +20,6 @@ from vitx.core.urls import is_http
 Labels = frozenset[tuple[str, str]]
 
 _TIMEOUT_SECONDS = 5.0
-_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Reading:
     url: str
     stats: Mapping[str, Any]
     samples: Mapping[str, Mapping[Labels, float]] = field(repr=False)
-    moment: float = field(default_factory=time.monotonic, compare=False)  # uptimes are of one of several workers
+    moment: float = field(default_factory=time.monotonic, compare=False)
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of the samples that have these labels."""
@@ -88,16 +87,9 @@ class ServerClient:
     def _get(self, path: str) -> bytes:
         token = self._tokens[path]
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        end, answer = time.monotonic() + _TIMEOUT_SECONDS, bytearray()
         try:
             with self._opener.open(web.Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
-                while piece := reply.read1(2**16):
-                    answer += piece
-                    if len(answer) > _MAX_BYTES or time.monotonic() > end:
-                        raise self._not_vitx(f"its answer to {path} does not end")
-                if len(answer) < int(reply.headers.get("Content-Length", 0)):
-                    raise IncompleteRead(bytes(answer))
-                return bytes(answer)
+                return bytes(reply.read())
         except HTTPError as error:
             with error:
                 if error.code == 401:
@@ -123,7 +115,7 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     """What happened between two readings, or since the server's start if `before` is None. `vitx top --json` prints it.
 
     Rates are per second, times in milliseconds, memory in MiB; None where nothing happened. Of workers nothing is known
-    without `before`: the uptime is of one of them.
+    without `before`: one that was replaced counts anew.
     """
     uptime = float(now.stats["uptime_seconds"])
     if before is None or now.answered().get(None, inf) < before.answered().get(None, 0):  # another one, or restarted

@@ -181,7 +181,7 @@ class Server:
 
         asyncio.get_running_loop().add_reader(link.parent, self._on_parent, link)
         await link.siblings.start({"metrics": exposition, **self._repository.handlers()})
-        self._core.metrics.gather = gather
+        self._core.metrics.gather, self._core.metrics.started = gather, link.started
 
     def _announce(self) -> None:
         """Start the background tasks, and announce that the models are warm."""

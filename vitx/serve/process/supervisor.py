@@ -37,11 +37,12 @@ _EXIT_SECONDS = 10.0  # for a process to exit after its link was closed
 
 @dataclass(frozen=True)
 class WorkerLink:
-    """What a worker gets from its parent, and the other workers. grpc_port: 0 for no gRPC."""
+    """What a worker gets from its parent, which `started` at a time.monotonic(). grpc_port: 0 for no gRPC."""
 
     listener: socket.socket
     parent: socket.socket
     grpc_port: int
+    started: float
     siblings: Siblings
 
     async def beat(self) -> None:
@@ -57,9 +58,9 @@ def worker_link() -> WorkerLink | None:
     given = os.environ.pop(ENVIRONMENT, None)
     if given is None:
         return None
-    index, listener, parent, grpc_port, folder = given.split(" ", 4)
+    index, listener, parent, grpc_port, started, folder = given.split(" ", 5)
     listening, link = (socket.socket(fileno=int(number)) for number in (listener, parent))
-    return WorkerLink(listening, link, int(grpc_port), Siblings(Path(folder), int(index)))
+    return WorkerLink(listening, link, int(grpc_port), float(started), Siblings(Path(folder), int(index)))
 
 
 @dataclass(eq=False)
@@ -109,6 +110,7 @@ class _Supervisor:
     announced: bool = False
     stopping: bool = False
     exit_code: int = 0
+    started: float = field(default_factory=time.monotonic)
 
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
@@ -128,7 +130,7 @@ class _Supervisor:
         if self.stopping:
             return
         ours, theirs = socket.socketpair()
-        given = f"{index} {self.listener.fileno()} {theirs.fileno()} {self.grpc_port} {self.folder}"
+        given = f"{index} {self.listener.fileno()} {theirs.fileno()} {self.grpc_port} {self.started} {self.folder}"
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, *sys.orig_argv[1:]],
