@@ -221,7 +221,7 @@ def test_a_server_that_hangs_is_not_ready_and_leaves_a_gap_in_the_charts(browser
 def test_a_long_name_of_a_model_fits_a_narrow_screen(browser: Browser, folder: Path, tmp_path: Path) -> None:
     long = write_bundle(tmp_path / "long.vitx", name="vit_base_patch16_clip_224.openai_ft_in12k_in1k")
     with running_server(folder / "tiny.vitx", long.path, "--allow-uncertified") as server:
-        assert next_line(server) == f"{NEXT} {IMAGE} http://{server.url}/v1/classify?model=tiny"
+        assert next_line(server) == f"{NEXT} {IMAGE} 'http://{server.url}/v1/classify?model=tiny'"
         for place in ("", "docs"):
             browser.open(f"http://{server.url}/{place}", width=320)
             browser.wait("document.querySelector('#model option, details') !== null")

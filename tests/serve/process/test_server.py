@@ -216,7 +216,7 @@ def test_a_server_starts_also_where_nobody_takes_its_line(tiny_bundle: Bundle) -
     """A pipe whose reader has gone, as a full disk under the file, ended it when all models were warm."""
     reader, output = os.pipe()
     os.close(reader)
-    words = [*COMMAND, tiny_bundle.path, "--port", "0", "--instances", "1"]
+    words = [*COMMAND, str(tiny_bundle.path), "--port", "0", "--instances", "1"]
     with subprocess.Popen(words, stdout=output, stderr=subprocess.PIPE, text=True) as process:
         os.close(output)
         assert process.stderr is not None

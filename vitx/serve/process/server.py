@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from vitx.core.console import log
+from vitx.core.console import log, log_next
 from vitx.core.errors import InputError, naming_extra
 from vitx.serve.callbacks import start_kept
 from vitx.serve.http.app import App
@@ -197,9 +197,9 @@ class Server:
         print(f"vitx: serving {', '.join(names)} on {url}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
-        bearer = "-H 'Authorization: Bearer TOKEN' " if self._options.token_file else ""
-        url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
-        log(f"next: curl {bearer}--data-binary @IMAGE {url}/v1/classify" + f"?model={names[0]}" * (len(names) > 1))
+        bearer = ("-H", "Authorization: Bearer TOKEN") if self._options.token_file else ()
+        url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:") + "/v1/classify"
+        log_next("curl", *bearer, "--data-binary", "@IMAGE", url + f"?model={names[0]}" * (len(names) > 1))
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._draining is not None and self._link is None:  # a parent kills its workers itself
