@@ -10,7 +10,7 @@ from typing import Any
 from vitx.core.console import progress
 from vitx.core.errors import CheckFailed
 from vitx.core.run import RunFolder
-from vitx.models.device import choose_device
+from vitx.train.loop.determinism import device_to_train_on
 from vitx.train.loop.distributed.processes import join_processes
 from vitx.train.loop.inputs.prefetch import DeviceBatch
 from vitx.train.loop.trainer import Trainer
@@ -33,7 +33,10 @@ def lr_find(recipe: Recipe, *, skip_bad: bool = False, device: str = "auto", qui
     what `train` raises before and in its first steps, and CheckFailed where the first loss is not finite, or where the
     loss falls at no rate.
     """
-    with join_processes(chosen := choose_device(device)) as processes:
+    with (
+        device_to_train_on(device, deterministic=recipe.execution.deterministic) as chosen,
+        join_processes(chosen) as processes,
+    ):
         # Of no run: nothing is written, and one that is there may have been begun on other images.
         trainer = Trainer(recipe, RunFolder(os.devnull), chosen, processes, skip_bad=skip_bad, quiet=True)
         curve = _curve(trainer, quiet=quiet)

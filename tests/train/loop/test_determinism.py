@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,17 @@ from torch import Tensor
 
 from cli_fixture import Vitx
 from training_jobs import TINY, TINY_SETTINGS, metrics_of, recipe_of
-from vitx.core.errors import InputError
-from vitx.train import train
-from vitx.train.loop.determinism import FIXED, WORKSPACE, deterministic_algorithms, fix_cublas_workspace
+from vitx.core.errors import CheckFailed, InputError
+from vitx.train import lr_find, train
+from vitx.train.loop import determinism, dry_run
+from vitx.train.loop.determinism import (
+    FIXED,
+    WORKSPACE,
+    deterministic_algorithms,
+    device_to_train_on,
+    fix_cublas_workspace,
+)
+from vitx.train.loop.trainer import Trainer
 from vitx.train.losses import objective
 
 ON = "execution.deterministic=true"
@@ -42,12 +51,10 @@ def before(request: pytest.FixtureRequest) -> Iterator[tuple[bool, bool, bool]]:
 
 
 def test_the_switches_are_put_back(before: tuple[bool, bool, bool]) -> None:
-    with deterministic_algorithms(enabled=False):
-        assert switches() == before
-    with deterministic_algorithms(enabled=True):
+    with deterministic_algorithms():
         assert switches() == (True, False, False)
     assert switches() == before
-    with pytest.raises(RuntimeError, match="another error"), deterministic_algorithms(enabled=True):
+    with pytest.raises(RuntimeError, match="another error"), deterministic_algorithms():
         raise RuntimeError("another error")
     assert switches() == before
 
@@ -63,6 +70,46 @@ def test_training_puts_them_back_and_two_runs_have_the_same_bits(tmp_path: Path,
     one, other = (tmp_path / name / "checkpoints" / "last" / "model.safetensors" for name in ("one", "other"))
     assert one.read_bytes() == other.read_bytes()
     assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_workspace_and_the_switches_come_before_the_device_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(determinism, "fix_cublas_workspace", lambda device: seen.append(device))
+
+    def choose(device: str) -> torch.device:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return torch.device("cpu")
+
+    monkeypatch.setattr(determinism, "choose_device", choose)
+    with device_to_train_on("auto", deterministic=deterministic) as device:
+        assert device == torch.device("cpu")
+    assert seen == (["auto", True] if deterministic else [False])
+
+
+@pytest.mark.parametrize("steps", [dry_run.dry_run, lr_find.lr_find])
+def test_what_is_tried_before_a_run_takes_its_kernels_and_leaves_the_generators(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: Any
+) -> None:
+    monkeypatch.setattr(lr_find, "STEPS", 2)
+    seen = []
+
+    class Watched(Trainer):
+        def batches(self, epoch: int) -> Iterator[Any]:
+            seen.append(switches())
+            return super().batches(epoch)
+
+    monkeypatch.setattr(dry_run, "Trainer", Watched)
+    monkeypatch.setattr(lr_find, "Trainer", Watched)
+    before, drawn = switches(), torch.get_rng_state()
+    folder = {"out": tmp_path / "run"} if steps is dry_run.dry_run else {}
+    with suppress(CheckFailed):  # the loss need not fall in two steps
+        steps(recipe_of(*TINY, "workers=0", ON), **folder, device="cpu")
+    assert seen == [(True, False, False)]
+    assert switches() == before
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_an_operator_without_a_deterministic_form_is_named(
@@ -120,7 +167,7 @@ def test_another_workspace_is_refused(
 def test_torchs_own_complaint_about_the_workspace_is_told() -> None:
     complaint = "this operation is not deterministic because it uses CuBLAS … CUBLAS_WORKSPACE_CONFIG=:4096:8 or …"
     refused = pytest.raises(InputError, match="CUDA has started without CUBLAS_WORKSPACE_CONFIG: start with")
-    with refused, deterministic_algorithms(enabled=True):
+    with refused, deterministic_algorithms():
         raise RuntimeError(complaint)
 
 

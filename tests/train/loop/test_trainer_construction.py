@@ -1,7 +1,7 @@
 """What a trainer is built of, with each argument in its place, and the order in which a run is opened."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,10 +291,11 @@ def test_a_run_is_opened_in_this_order(
             return "result"
 
     monkeypatch.setattr(module, "require_wandb", lambda project: done.append("wandb"))
-    monkeypatch.setattr(module, "fix_cublas_workspace", lambda device: done.append(("cublas", device)))
-    monkeypatch.setattr(module, "deterministic_algorithms", lambda enabled: entered(f"deterministic {enabled}", None))
-    monkeypatch.setattr(module, "choose_device", lambda device: f"chosen {device}")
-    monkeypatch.setattr(module, "own_generators", lambda device: nullcontext())
+    monkeypatch.setattr(
+        module,
+        "device_to_train_on",
+        lambda device, deterministic: entered(f"{device}, deterministic {deterministic}", f"chosen {device}"),
+    )
     monkeypatch.setattr(module, "join_processes", lambda device: entered(f"join on {device}", processes))
     monkeypatch.setattr(module, "explain_lost_process", lambda folder: entered(f"lost {folder.path}", None))
     monkeypatch.setattr(module, "explain_full_disk", lambda folder: entered(f"disk {folder.path}", None))
@@ -317,8 +318,7 @@ def test_a_run_is_opened_in_this_order(
     writes = rank == 0
     assert done == [
         "wandb",
-        *([("cublas", "cpu")] if deterministic else []),
-        *(f"deterministic {deterministic}", "join on chosen cpu", "lost RUN", ("lock of", "RUN")),
+        *(f"cpu, deterministic {deterministic}", "join on chosen cpu", "lost RUN", ("lock of", "RUN")),
         *([("acquire", 2 * VISIBILITY_TIMEOUT)] if writes and resume else []),
         *("barrier", ("agree", True, "RUN", True), ("folder", True, resume), "barrier"),
         ("trainer", ("chosen cpu", processes), {"skip_bad": True, "initial_weights": True, "quiet": not writes}),

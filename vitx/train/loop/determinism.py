@@ -8,11 +8,12 @@ backward pass, does not split the keys in the memory-efficient one, and leaves o
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from vitx.core.errors import InputError
+from vitx.models.device import choose_device
 from vitx.train.randomness import seeded
 
 # cuBLAS reads this variable when CUDA starts. With one of these two values its streams share no workspace, so that its
@@ -44,14 +45,26 @@ def fix_cublas_workspace(device: str) -> None:
 
 
 @contextmanager
-def deterministic_algorithms(*, enabled: bool) -> Iterator[None]:
+def device_to_train_on(device: str, *, deterministic: bool) -> Iterator[torch.device]:
+    """The device that `device` (auto, cpu or cuda) means, in a process prepared to take steps while the block runs.
+
+    deterministic: of `Execution`. Raises InputError as the three functions below.
+    """
+    if deterministic:
+        fix_cublas_workspace(device)  # before `choose_device` may start CUDA
+    with (
+        deterministic_algorithms() if deterministic else nullcontext(),
+        own_generators(chosen := choose_device(device)),
+    ):
+        yield chosen
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
     """Let torch use only operators with a fixed order of sums while the block runs, then restore torch's switches.
 
-    Without `enabled` nothing changes. Raises InputError for an operator that has no such form.
+    Raises InputError for an operator that has no such form.
     """
-    if not enabled:
-        yield
-        return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)

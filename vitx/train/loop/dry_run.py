@@ -11,8 +11,8 @@ import torch
 
 from vitx.core.errors import CheckFailed
 from vitx.core.run import RunFolder
-from vitx.models.device import choose_device
 from vitx.train.loop.checkpoint import newest_checkpoint
+from vitx.train.loop.determinism import device_to_train_on
 from vitx.train.loop.distributed.processes import join_processes
 from vitx.train.loop.resuming import check_run_folder
 from vitx.train.loop.trainer import Trainer
@@ -32,7 +32,10 @@ def dry_run(
     Raises what `train` raises before and in its first steps, and CheckFailed where one of these is not finite.
     """
     check_run_folder(RunFolder(out), recipe, resume=resume)
-    with join_processes(chosen := choose_device(device)) as processes:
+    with (
+        device_to_train_on(device, deterministic=recipe.execution.deterministic) as chosen,
+        join_processes(chosen) as processes,
+    ):
         begins = newest_checkpoint(RunFolder(out)) is None
         trainer = Trainer(
             recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True, initial_weights=begins

@@ -22,7 +22,6 @@ from vitx.core.files import staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
 from vitx.data.flat_folder import FolderSplit, check_outside
 from vitx.data.open import open_splits
-from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
 from vitx.train.loop.checkpoint import (
     CheckpointTensors,
@@ -38,7 +37,7 @@ from vitx.train.loop.checkpoint import (
     switch_links,
     write_metrics,
 )
-from vitx.train.loop.determinism import deterministic_algorithms, fix_cublas_workspace, own_generators
+from vitx.train.loop.determinism import device_to_train_on
 from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
 from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
@@ -111,11 +110,8 @@ def train(
     """
     folder = RunFolder(out)
     require_wandb(wandb)  # before there is a folder
-    if recipe.execution.deterministic:
-        fix_cublas_workspace(device)  # before `choose_device` may start CUDA
     with (
-        deterministic_algorithms(enabled=recipe.execution.deterministic),
-        own_generators(chosen := choose_device(device)),
+        device_to_train_on(device, deterministic=recipe.execution.deterministic) as chosen,
         join_processes(chosen) as processes,
         explain_lost_process(folder),
         RunLock(folder) as lock,
