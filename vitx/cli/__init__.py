@@ -107,7 +107,8 @@ def _command(verb: str) -> Any:
 
     callback = importlib.import_module(f"vitx.cli.{verb}").command
     alone = typer.Typer(**PLAIN)
-    alone.command(verb, cls=Command)(_naming_the_extra(callback, VERBS[verb].extra))
+    described = callback.__doc__ or VERBS[verb].summary  # python -OO leaves the docstrings out
+    alone.command(verb, cls=Command, help=described)(_naming_the_extra(callback, VERBS[verb].extra))
     return typer.main.get_command(alone)
 
 

@@ -18,7 +18,7 @@ def command(
     if name is not None:
         _show(name, as_json=as_json)
         return
-    described = {name: describe(name) for name in sorted(RECIPES)}
+    described = {name: describe(name).partition("\n")[0] for name in sorted(RECIPES)}
     if as_json:
         print_json([{"name": name, "description": text} for name, text in described.items()])
     else:
@@ -26,15 +26,12 @@ def command(
 
 
 def _show(name: str, *, as_json: bool) -> None:
-    import inspect
-
     from vitx.cli.settings import as_given
     from vitx.core.console import print_fields, print_json
     from vitx.train.recipes.recipe import flat_settings
-    from vitx.train.recipes.registry import RECIPES, get_recipe
+    from vitx.train.recipes.registry import describe, get_recipe
 
-    recipe = get_recipe(name).model_dump(mode="json")
-    text = inspect.getdoc(RECIPES[name]) or ""
+    recipe, text = get_recipe(name).model_dump(mode="json"), describe(name)
     if as_json:
         print_json({"name": name, "description": text, "recipe": recipe})
         return

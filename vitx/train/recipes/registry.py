@@ -53,8 +53,8 @@ def get_recipe(name: str) -> Recipe:
 
 
 def describe(name: str) -> str:
-    """The first line of a recipe's docstring."""
-    return (inspect.getdoc(RECIPES[name]) or "").partition("\n")[0]
+    """A recipe's docstring, whose first line is its summary."""
+    return inspect.getdoc(RECIPES[name]) or "not described: python -OO leaves the docstrings out"
 
 
 def resolve_recipe(
