@@ -35,12 +35,12 @@ def begun_from(recipe: Recipe, source: str) -> Recipe:
         info = RunFolder.open(path).info
         kwargs = {name: value for name, value in info.model.kwargs.items() if name not in DERIVED_ARGUMENTS}
         choice = ModelChoice(name=info.model.name, kwargs=kwargs, initial_checkpoint=str(path))
-        return recipe.model_copy(update={"model": choice, "preprocessing": info.preprocessing})
+        return recipe.changed({"model": choice, "preprocessing": info.preprocessing})
     if not path.is_file():
         raise InputError(
             f"--from {source}: expected model:timm/NAME, a run folder, or a file of weights; there is none"
         )
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"initial_checkpoint": str(path)})})
+    return recipe.changed({"model.initial_checkpoint": str(path)})
 
 
 def _from_published(recipe: Recipe, request: SourceRequest) -> Recipe:
@@ -59,12 +59,8 @@ def _from_published(recipe: Recipe, request: SourceRequest) -> Recipe:
         raise InputError(
             f"--from {request.target}: img_size={size}: expected the side of a square in pixels, such as 224"
         )
-    return recipe.model_copy(
-        update={
-            "model": ModelChoice(name=request.network, kwargs=arguments, initial_checkpoint="timm"),
-            "preprocessing": preprocessing.model_copy(update={"image_size": size}),
-        }
-    )
+    choice = ModelChoice(name=request.network, kwargs=arguments, initial_checkpoint="timm")
+    return recipe.changed({"model": choice, "preprocessing": preprocessing.model_copy(update={"image_size": size})})
 
 
 def photographs_of(data: str, device: str) -> Photographs:

@@ -64,8 +64,7 @@ def patchvit_s_12() -> Recipe:
     Differs: cutmix, --cutmix 1.0 is off: beside the patch-aligned CutMix it would give a patch two labels.
     """
     recipe = _patchvit("patchvit-s-12", "deit_small_12_talking", drop_path=0.1)
-    repeated = recipe.augmentation.model_copy(update={"repeats": 3})
-    return recipe.model_copy(update={"epochs": 300, "batch_size": 1200, "augmentation": repeated})
+    return recipe.changed({"epochs": 300, "batch_size": 1200, "augmentation.repeats": 3})
 
 
 def patchvit_s_24() -> Recipe:
@@ -90,7 +89,7 @@ def patchvit_b_12() -> Recipe:
     """
     recipe = _patchvit("patchvit-b-12", "deit_base_12_talking", drop_path=0.75)
     # Their second command loads the weights, but not the optimizer's state.
-    return recipe.model_copy(update={"batch_size": 576, "stages": (Stage(until=300, drop_path_rate=0.5),)})
+    return recipe.changed({"batch_size": 576, "stages": (Stage(until=300, drop_path_rate=0.5),)})
 
 
 def patchvit_b_24() -> Recipe:
@@ -125,7 +124,7 @@ def patchvit_b_24_512() -> Recipe:
     Result: top-1 85.0 % (Gong et al., who print no command: DeiT's rates for fine-tuning).
     """
     recipe = _finetuned(patchvit_b_24(), "patchvit-b-24-512", "deit_base_24_talking_512", 512, "runs/patchvit-b-24")
-    return recipe.model_copy(update={"execution": recipe.execution.model_copy(update={"grad_checkpointing": True})})
+    return recipe.changed({"execution.grad_checkpointing": True})
 
 
 def patchvit_l_finetune() -> Recipe:
@@ -140,15 +139,16 @@ def patchvit_l_finetune() -> Recipe:
         std are ½, those of that checkpoint, where their code takes ImageNet's.
     """
     recipe = _patchvit("patchvit-l-finetune", "deit_large_24", drop_path=0.0)
-    half = {"mean": HALF, "std": HALF}  # as that checkpoint was trained
-    light = {"auto_augment": "rand-n1-m1-mstd0.5-inc1", "erasing": 1e-6}
-    return recipe.model_copy(
-        update={
-            "model": recipe.model.model_copy(update={"initial_checkpoint": "vit_large_in21k.safetensors"}),
-            "preprocessing": recipe.preprocessing.model_copy(update=half),
-            "augmentation": recipe.augmentation.model_copy(update=light),
-            "losses": recipe.losses.model_copy(update={"label_smoothing": 1e-6}),
-            "optimizer": recipe.optimizer.model_copy(update={"lr": 5e-5, "weight_decay": 1e-8}),
+    return recipe.changed(
+        {
+            "model.initial_checkpoint": "vit_large_in21k.safetensors",
+            "preprocessing.mean": HALF,  # as that checkpoint was trained
+            "preprocessing.std": HALF,
+            "augmentation.auto_augment": "rand-n1-m1-mstd0.5-inc1",
+            "augmentation.erasing": 1e-6,
+            "losses.label_smoothing": 1e-6,
+            "optimizer.lr": 5e-5,
+            "optimizer.weight_decay": 1e-8,
             "epochs": 40,
             "batch_size": 128,
         }
@@ -231,8 +231,7 @@ def deepvit_32() -> Recipe:
     first twelve pairs of attention maps as a further loss.
     """
     recipe = _deepvit("deepvit-32", "deepvit_32b")
-    losses = recipe.losses.model_copy(update={"attention": 0.1, "attention_pairs": 12})
-    return recipe.model_copy(update={"mixup": Mixup(mixup=0.1), "losses": losses})
+    return recipe.changed({"mixup": Mixup(mixup=0.1), "losses.attention": 0.1, "losses.attention_pairs": 12})
 
 
 def deepvit_s() -> Recipe:
@@ -311,13 +310,13 @@ def _anti_oversmoothing(name: str) -> Recipe:
 
 def _deepvit(name: str, model: str) -> Recipe:
     """The YAML files of the authors' code; its rate does not follow from the batch."""
-    recipe = _on_imagenet(name, model, {"drop_path_rate": 0.2}, min_lr=1e-5)
-    return recipe.model_copy(
-        update={
+    return _on_imagenet(name, model, {"drop_path_rate": 0.2}, min_lr=1e-5).changed(
+        {
             "preprocessing": Preprocessing(image_size=224, crop_fraction=0.9),
-            "augmentation": DEIT_AUGMENTATION.model_copy(update={"repeats": 1, "interpolation": "random"}),
-            "optimizer": Optimizer(lr=5e-4, weight_decay=0.05, clip=0),
-            "schedule": recipe.schedule.model_copy(update={"cooldown_epochs": 10}),
+            "augmentation.repeats": 1,
+            "augmentation.interpolation": "random",
+            "optimizer.lr_base_size": 0,
+            "schedule.cooldown_epochs": 10,
             "epochs": 310,
             "batch_size": 256,
             "seed": 42,
@@ -367,13 +366,13 @@ def _on_imagenet(
 
 def _finetuned(recipe: Recipe, name: str, model: str, image_size: int, initial_checkpoint: str) -> Recipe:
     """DeiT's fine-tuning: a constant lr of 5e-6 · batch/512, hardly any weight decay, the whole image evaluated."""
-    choice = {"name": model, "initial_checkpoint": initial_checkpoint}
-    pixels = {"image_size": image_size, "crop_fraction": 1.0}
-    return recipe.model_copy(
-        update={
+    return recipe.changed(
+        {
             "name": name,
-            "model": recipe.model.model_copy(update=choice),
-            "preprocessing": recipe.preprocessing.model_copy(update=pixels),
+            "model.name": model,
+            "model.initial_checkpoint": initial_checkpoint,
+            "preprocessing.image_size": image_size,
+            "preprocessing.crop_fraction": 1.0,
             "optimizer": Optimizer(lr=5e-6, lr_base_size=512, weight_decay=1e-8, clip=0),
             "schedule": Schedule(name="constant", warmup_epochs=5, warmup_lr=1e-6),
             "stages": (),

@@ -63,20 +63,20 @@ def fitted(recipe: Recipe, photographs: Photographs) -> Recipe:
         recipe = _with_size(recipe, photographs)
     else:
         lighter = {"smallest_crop": 0.5, "auto_augment": "rand-m4-n1-mstd0.5-inc1", "erasing": 0.0}
-        recipe = recipe.model_copy(update={"augmentation": recipe.augmentation.model_copy(update=lighter)})
+        recipe = recipe.changed({f"augmentation.{name}": value for name, value in lighter.items()})
     seen, (fewest, most) = (
         (SEEN_PRETRAINED, EPOCHS_PRETRAINED) if pretrained else (SEEN_FROM_SCRATCH, EPOCHS_FROM_SCRATCH)
     )
     epochs = min(most, max(fewest, round(seen / photographs.images)))
     batch_size = _batch_size(recipe.preprocessing.image_size, photographs)
     rate = (RATE_PRETRAINED if pretrained else RATE_FROM_SCRATCH) * math.sqrt(batch_size / RATE_BATCH)
-    optimizer = {"lr": float(f"{rate:.2g}"), "layer_decay": 0.75 if pretrained else 1.0}
-    return recipe.model_copy(
-        update={
-            "optimizer": recipe.optimizer.model_copy(update=optimizer),
+    return recipe.changed(
+        {
+            "optimizer.lr": float(f"{rate:.2g}"),
+            "optimizer.layer_decay": 0.75 if pretrained else 1.0,
             "epochs": epochs,
             "batch_size": batch_size,
-            "schedule": recipe.schedule.model_copy(update={"warmup_epochs": epochs / 10}),
+            "schedule.warmup_epochs": epochs / 10,
             "workers": min(8, photographs.cores),
         }
     )
@@ -88,12 +88,7 @@ def _with_size(recipe: Recipe, photographs: Photographs) -> Recipe:
     size = max(fitting, default=IMAGE_SIZES[0])
     smaller = {} if photographs.on_gpu else ON_CPU
     arguments = {**recipe.model.kwargs, **smaller, "patch_size": min(LARGEST_PATCH, size // PATCHES_A_SIDE)}
-    return recipe.model_copy(
-        update={
-            "model": recipe.model.model_copy(update={"kwargs": arguments}),
-            "preprocessing": recipe.preprocessing.model_copy(update={"image_size": size}),
-        }
-    )
+    return recipe.changed({"model.kwargs": arguments, "preprocessing.image_size": size})
 
 
 def _batch_size(image_size: int, photographs: Photographs) -> int:

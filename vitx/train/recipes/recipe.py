@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_origin
 
@@ -112,6 +112,14 @@ class Recipe(Record):
         """The stage of `epoch`, counted from 1; the last one is what the other settings say."""
         last = Stage(until=self.epochs, drop_path_rate=self.model.kwargs.get("drop_path_rate", 0.0))
         return next(stage for stage in (*self.stages, last) if epoch <= stage.until)
+
+    def changed(self, settings: Mapping[str, Any]) -> "Recipe":
+        """A copy with these values, by names such as "epochs" and "optimizer.lr"; they are not checked."""
+        update: dict[str, Any] = {}
+        for key, value in settings.items():
+            group, _, name = key.partition(".")
+            update[group] = update.get(group, getattr(self, group)).model_copy(update={name: value}) if name else value
+        return self.model_copy(update=update)
 
     def on_data(self, data: str) -> "Recipe":
         """The recipe on other images.

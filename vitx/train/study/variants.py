@@ -33,6 +33,8 @@ DEEPVIT = {
     (32, "plain"): 79.27,
     (32, "re-attention"): 80.90,
 }
+# The losses of Gong et al. at the weights of their recipe.
+WITH_LOSSES = ("losses.contrastive=1", "losses.mixing=1", "losses.cosine=0")
 # How DeiT, the baseline, mixes images: pixels, without the losses of patches.
 BASELINE = (
     *(f"losses.{name}=0" for name in LOSSES),
@@ -78,33 +80,31 @@ def depth_variants(depths: Sequence[int]) -> list[Variant]:
 
 def _losses(depth: int, attention: str, on: bool, published: float | None) -> Variant:
     """A network of Gong et al. with their contrastive and mixing losses, or as DeiT trains it."""
-    weights = (*(f"losses.{name}=1" for name in ("contrastive", "mixing")), "losses.cosine=0")
     network = (f"model.kwargs.depth={depth}", f"model.kwargs.attention={attention}")
     name = f"{depth}-{attention}-{'losses' if on else 'baseline'}"
     factors = {"depth": depth, "attention": attention, "losses": "on" if on else 0}
-    return Variant(name, (*network, *(weights if on else BASELINE)), factors, published)
+    return Variant(name, (*network, *(WITH_LOSSES if on else BASELINE)), factors, published)
 
 
 def losses_variants(_recipe: Recipe) -> list[Variant]:
     """What the losses give at 12 and at 24 blocks (DeiT-B in the paper)."""
-    rows = (
-        (12, "plain", False, 81.8),
-        (12, "plain", True, 82.6),
-        (24, "plain", False, 81.4),
-        (24, "plain", True, None),
-    )
-    return [_losses(*row) for row in (*rows, (24, "talking-heads", True, 83.3))]
+    return [
+        _losses(12, "plain", False, 81.8),
+        _losses(12, "plain", True, 82.6),
+        _losses(24, "plain", False, 81.4),
+        _losses(24, "plain", True, None),
+        _losses(24, "talking-heads", True, 83.3),
+    ]
 
 
 def talking_heads_variants(_recipe: Recipe) -> list[Variant]:
     """Plain attention and talking heads of 12 blocks, with the losses and without."""
-    rows = (
-        ("plain", False, 81.8),
-        ("talking-heads", False, None),
-        ("plain", True, 82.6),
-        ("talking-heads", True, 82.9),
-    )
-    return [_losses(12, *row) for row in rows]
+    return [
+        _losses(12, "plain", False, 81.8),
+        _losses(12, "talking-heads", False, None),
+        _losses(12, "plain", True, 82.6),
+        _losses(12, "talking-heads", True, 82.9),
+    ]
 
 
 def finetune_variants(recipe: Recipe) -> list[Variant]:
@@ -119,10 +119,9 @@ def finetune_variants(recipe: Recipe) -> list[Variant]:
     common = (f"preprocessing.image_size={size}", f"optimizer.lr={rate:g}", "optimizer.weight_decay=1e-8")
     # A constant rate has no end, at which a recipe may stay for some epochs.
     constant = (*common, "schedule.name=constant", "schedule.min_lr=0", "schedule.cooldown_epochs=0")
-    on = ("losses.contrastive=1", "losses.mixing=1", "losses.cosine=0")
     return [
         Variant(f"{size}px-{name}", (*constant, *overrides), {"image size": size, "losses": factor}, published)
-        for name, overrides, factor, published in (("baseline", BASELINE, 0, 83.1), ("losses", on, "on", 84.2))
+        for name, overrides, factor, published in (("baseline", BASELINE, 0, 83.1), ("losses", WITH_LOSSES, "on", 84.2))
     ]
 
 
