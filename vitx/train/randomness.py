@@ -21,12 +21,12 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     cost time for every sample.
     """
     if get_worker_info() is not None:
-        _seed(seed, None)
+        seed_generators(seed)
         yield
         return
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-        _seed(seed, device)
+        seed_generators(seed, device)
         try:
             yield
         finally:
@@ -34,7 +34,8 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def _seed(seed: int, device: torch.device | None) -> None:
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed Python's, numpy's and torch's global generators of this process, and that of the GPU `device`."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device there is

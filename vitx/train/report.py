@@ -128,8 +128,10 @@ def _logits(
 
 def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict[str, Any]) -> Iterator[str]:
     info, best = run.info, best_row(history, recipe.selection.metric)
-    shown = {name: f"{summary[name]:.4f}" for name in ("nll", "ece", "brier") if name in summary}
-    top1 = {"top-1": _share(summary["top1"], summary["images"])} if "top1" in summary else {}
+    measured = {}
+    if "top1" in summary:
+        measured = {"top-1": _share(summary["top1"], summary["images"])}
+        measured |= {title: f"{summary[title.lower()]:.4f}" for title in ("NLL", "ECE", "Brier")}
     yield table(
         [
             ("recipe", info.recipe),
@@ -140,8 +142,7 @@ def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict
             ("last epoch", f"top-1 {history[-1]['top1']:.2%}"),
             ("seconds", round(sum(row["seconds"] for row in history), 1)),
             ("checkpoint shown", f"{summary['checkpoint']}, {summary['weights']} weights"),
-            *top1.items(),
-            *((name.upper() if name != "brier" else "Brier", value) for name, value in shown.items()),
+            *measured.items(),
         ]
     )
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from vitx.train.loop import interruption
-from vitx.train.loop.interruption import StopRequest, TrainingStopped, stop_request
+from vitx.train.loop.interruption import StopRequest, TrainingStopped, signals_to
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_any_number_of_sighups_is_one_request(clock: SimpleNamespace) -> None:
 def test_an_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_request() as request:
+        with signals_to((request := StopRequest()).receive):
             os.kill(os.getpid(), signal.SIGHUP)
             assert request.signal == 0
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -74,7 +74,7 @@ def test_a_signal_is_recorded_inside_the_block_and_the_handlers_come_back(number
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests run under nohup
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     try:
-        with stop_request() as request:
+        with signals_to((request := StopRequest()).receive):
             assert request.signal == 0
             os.kill(os.getpid(), number)
             assert request.signal == number
@@ -88,7 +88,7 @@ def test_another_thread_than_the_main_one_has_no_signals() -> None:
     found: list[int] = []
 
     def work() -> None:
-        with stop_request() as request:
+        with signals_to((request := StopRequest()).receive):
             found.append(request.signal)
 
     before = signal.getsignal(signal.SIGTERM)

@@ -163,10 +163,10 @@ def test_the_rate_of_a_step_is_that_of_its_place_in_the_whole_run(trainer: Any) 
 
 def test_the_log_sums_losses_and_names_the_first_bad_batch() -> None:
     log = EpochLog(4, torch.device("cpu"), {"total": 1.5})
-    assert log.first_not_finite() is None
+    assert log.first_not_finite(ALONE) is None
     for number, value in enumerate([1.0, math.nan, 2.0, math.inf]):
         log.add(number, {"total": torch.tensor(0.25), "cosine": torch.tensor(0.5)}, torch.tensor(value))
-    assert log.first_not_finite() == 1
+    assert log.first_not_finite(ALONE) == 1
     assert log.totals() == {"total": 2.5, "cosine": 2.0}
 
 

@@ -24,9 +24,9 @@ from vitx.train.loop.step import (
     autocast_precision,
     mean_losses,
     resumed_sums,
-    seed_generators,
 )
 from vitx.train.losses.cutmix import MixedBatch
+from vitx.train.randomness import seed_generators
 
 CPU = torch.device("cpu")
 PLAIN = ("cutmix.probability=0", "losses.mixing=0", "seed=5", "optimizer.clip=0")
@@ -298,7 +298,7 @@ def test_the_log_keeps_sums_on_the_device_and_checks_every_step() -> None:
     for number, value in ((0, 1.0), (2, float("-inf"))):
         log.add(number, {"total": torch.tensor(2.0)}, torch.tensor(value))
     assert log.totals() == {"total": 4.0}
-    first = log.first_not_finite()
+    first = log.first_not_finite(ALONE)
     assert (first, type(first)) == (2, int)
     assert log.checked_totals.tolist() == [1.0, 0.0, float("-inf")]
     on_meta = EpochLog(3, torch.device("meta"), {"total": 1.0})

@@ -75,7 +75,7 @@ def _seconds_of_a_step(trainer: Trainer) -> float:
 
 def _check_finite(trainer: Trainer) -> None:
     """Raise CheckFailed where the run itself would stop at one of the steps that were taken."""
-    found = trainer.log.first_of_all(trainer.processes)
+    found = trainer.log.first_not_finite(trainer.processes)
     if found is not None:
         settings = trainer.recipe.optimizer
         raise CheckFailed(

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -40,18 +40,17 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """Record `ending_signals` and SIGINT in the yielded `StopRequest` while the block runs, then restore the handlers.
+def signals_to(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let `receive` handle `ending_signals` and SIGINT while the block runs, then restore the handlers.
 
-    Python delivers signals to the main thread alone: in another thread nothing is recorded.
+    Python delivers signals to the main thread alone: in another thread nothing is received.
     """
-    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
-    before = {number: signal.signal(number, request.receive) for number in (*ending_signals(), signal.SIGINT)}
+    before = {number: signal.signal(number, receive) for number in (*ending_signals(), signal.SIGINT)}
     try:
-        yield request
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

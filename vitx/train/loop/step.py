@@ -5,8 +5,8 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
 from vitx.train.losses.cutmix import MixedBatch
 from vitx.train.losses.distillation import Teacher
 from vitx.train.losses.objective import compute_losses, mix_batch, patch_grid
+from vitx.train.randomness import seed_generators
 from vitx.train.recipes.recipe import Recipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -115,15 +116,9 @@ class Stepper:
             rng = random.Random(seed_of(*place))
             image_rng = random.Random(seed_of(*place, *((number,) if number else ())))
             mixed = mix_batch(images, labels, recipe, self.grid, rng, image_rng, classes=self.classes)
-            seed_generators(seed_of(recipe.seed, NETWORK, epoch, batch.number, number))  # dropout, drop path
+            # For dropout and drop path.
+            seed_generators(seed_of(recipe.seed, NETWORK, epoch, batch.number, number), self.device)
             yield mixed
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators that a network may draw from: torch's on all devices, numpy's and Python's."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def autocast_precision(recipe: Recipe, device: torch.device) -> torch.dtype | None:
@@ -150,15 +145,10 @@ class EpochLog:
             self.sums[name] = self.sums[name] + loss if name in self.sums else loss
         self.checked_totals[number] = checked_total
 
-    def first_not_finite(self) -> int | None:
-        """The first batch whose loss or gradient was not finite."""
-        found = (~torch.isfinite(self.checked_totals)).nonzero()
-        return int(found[0]) if len(found) else None
-
-    def first_of_all(self, processes: Processes) -> int | None:
-        """As `first_not_finite`, of all processes, which have to call it together."""
-        found = processes.gather(self.first_not_finite())
-        return min((number for number in found if number is not None), default=None)
+    def first_not_finite(self, processes: Processes) -> int | None:
+        """The first batch whose loss or gradient was not finite in one of the processes, which call it together."""
+        own = (~torch.isfinite(self.checked_totals)).nonzero().flatten()[:1].tolist()
+        return min(chain.from_iterable(processes.gather(own)), default=None)
 
     def totals(self) -> dict[str, float]:
         """The sums of the losses by name. A Python float holds a float32 exactly, so a resumed epoch has equal sums."""

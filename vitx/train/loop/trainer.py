@@ -47,7 +47,8 @@ from vitx.train.loop.failures import explain_full_disk, explain_lost_process, sa
 from vitx.train.loop.first_batch import FIRST_BATCH, first_batch
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
 from vitx.train.loop.inputs.training_data import WEIGHTS, TrainingData, seed_of
-from vitx.train.loop.interruption import StopRequest, TrainingStopped, stop_request
+from vitx.train.loop.interruption import StopRequest, TrainingStopped, signals_to
+from vitx.train.loop.metric_writers import require_wandb, tensorboard_writer, wandb_writer
 from vitx.train.loop.network import (
     apply_execution,
     build_network,
@@ -68,8 +69,6 @@ from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check
 from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
 from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
 from vitx.train.loop.step_log import StepLog, lacks_end
-from vitx.train.loop.tensorboard import tensorboard_writer
-from vitx.train.loop.weights_and_biases import require_wandb, wandb_writer
 from vitx.train.losses.distillation import load_teacher
 from vitx.train.losses.objective import check_even
 from vitx.train.recipes.optimization_settings import Stage
@@ -293,7 +292,7 @@ class Trainer:
                 metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
                 for write in metric_writers if done else ():  # of the last epoch before this process
                     write(self.history[-1])
-                request = stack.enter_context(stop_request())
+                stack.enter_context(signals_to((request := StopRequest()).receive))
                 if self.processes.writes:
                     self.step_log = stack.enter_context(self._new_step_log())
                 if done and not self.batches_done:  # a kill may have come between the checkpoint and the call
@@ -447,7 +446,7 @@ class Trainer:
 
     def _check_finite(self, epoch: int) -> None:
         """Raise CheckFailed when a loss or gradient of the epoch so far was not finite; called before saving."""
-        found = self.log.first_of_all(self.processes)
+        found = self.log.first_not_finite(self.processes)
         if found is None:
             return
         where = save_failed_batch(self.run, self.data, epoch, found) if self.processes.writes else ""

@@ -18,7 +18,7 @@ from vitx.core.sandbox import verb_command
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.checkpoint import Metrics, is_finished, read_metrics, read_state
 from vitx.train.loop.environment import DataRecord, RunEnvironment
-from vitx.train.loop.interruption import TrainingStopped
+from vitx.train.loop.interruption import TrainingStopped, signals_to
 from vitx.train.loop.resuming import CHANGEABLE_SETTINGS
 from vitx.train.recipes.recipe import Recipe, first_difference, read_recipe
 from vitx.train.recipes.registry import resolve_recipe
@@ -103,7 +103,7 @@ class Runner:
         if not waiting:
             return
         # Leaving the pool waits for its threads, and so for the runs, which `_stop` has asked to save and end.
-        with _study_lock(self.study) as lock, _raise_on_signal(), ThreadPoolExecutor(self.jobs) as pool:
+        with _study_lock(self.study) as lock, signals_to(_stop), ThreadPoolExecutor(self.jobs) as pool:
             try:
                 futures = {pool.submit(self._train, trial, lock): trial for trial in waiting}
                 for future in as_completed(futures):
@@ -181,30 +181,15 @@ def _study_lock(study: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextmanager
-def _raise_on_signal() -> Iterator[None]:
-    """The first SIGTERM, SIGHUP or SIGINT raises TrainingStopped in the main thread, a second one KeyboardInterrupt.
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """The first SIGTERM, SIGHUP or SIGINT raises TrainingStopped, a second one KeyboardInterrupt.
 
     A second SIGHUP does nothing: for one closed terminal the system and the shell each send some.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        for each in before:
-            asked_again = each in (signal.SIGTERM, signal.SIGINT)
-            signal.signal(each, signal.default_int_handler if asked_again else signal.SIG_IGN)
-        raise TrainingStopped(number)
-
-    before = {number: signal.getsignal(number) for number in (*ending_signals(), signal.SIGINT)}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for each in (*ending_signals(), signal.SIGINT):
+        asked_again = each in (signal.SIGTERM, signal.SIGINT)
+        signal.signal(each, signal.default_int_handler if asked_again else signal.SIG_IGN)
+    raise TrainingStopped(number)
 
 
 def _last_line(log: Path) -> str:

@@ -179,7 +179,6 @@ class TrainingData:
                 batch_size=None,  # a request is a whole batch already
                 sampler=self._requests,
                 num_workers=workers,
-                collate_fn=_unchanged,
                 prefetch_factor=BATCHES_AHEAD,
                 worker_init_fn=_start_worker,
                 persistent_workers=True,
@@ -197,10 +196,6 @@ def _no_shared_memory(error: RuntimeError, size: int) -> EnvironmentMissing:
         f"no shared memory for a batch of {size:,} bytes ({first_line(error)}): {remedy}, or lower workers "
         "(--set workers=0)"
     )
-
-
-def _unchanged(images: Any) -> Any:
-    return images
 
 
 def _start_worker(_: int) -> None:
