@@ -300,6 +300,16 @@ def test_finished_runs_are_kept_and_other_ones_refused(vitx: Vitx, tmp_path: Pat
         assert (code, said) == (2, f"error: cannot go on with '{first}': {message}; choose another --out\n")
     code, _, said = vitx("study", "ablation", *chosen)
     assert (code, said) == (2, f"error: '{study.out}' holds a study of depth, not of ablation: choose another --out\n")
+    for link, name in (("last", "ema.safetensors"), ("best", "model.safetensors")):
+        weights = (first / "checkpoints" / link).resolve() / name
+        whole = weights.read_bytes()
+        for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+            weights.write_bytes(damaged)
+            code, _, said = vitx(*command)
+            assert code == 2
+            assert f"{name} is corrupt: sha256" in said
+            assert f"; without the folder '{first}' that run is trained again\n" in said
+        weights.write_bytes(whole)
     (image_folder / "val" / "class-2" / "0.png").unlink()
     code, _, said = vitx(*command)
     assert code == 2

@@ -13,6 +13,7 @@ from vitx.core.files import check_folder, make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.run import RunFolder
 from vitx.data.open import open_splits
+from vitx.train.loop.environment import DataRecord
 from vitx.train.loop.network import build_network, load_initial_weights, model_spec
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
@@ -73,8 +74,9 @@ class Study:
         A network depends on the variant alone, so it is built for the first seed only.
         """
         classes = len(self.train_images.class_names)
+        found = {"train": DataRecord.of(self.train_images), "val": DataRecord.of(self.val_images)}
         for trial in self.trials(variants):
-            trial.check_begun(self.out, self.train_images, self.val_images)
+            trial.check_begun(self.out, self.train_images, found)
             if trial.seed == self.seeds[0]:
                 recipe = trial.resolved()
                 spec = model_spec(recipe, classes)

@@ -13,6 +13,7 @@ from types import FrameType
 
 from vitx.core.console import ending_signals
 from vitx.core.errors import InputError
+from vitx.core.options import Checkpoint
 from vitx.core.run import RunFolder
 from vitx.core.sandbox import verb_command
 from vitx.data.image_set import ImageSet
@@ -59,17 +60,16 @@ class Trial:
         recipe = self.resolved()
         return history if is_finished(history, recipe.epochs, recipe.selection) else None
 
-    def check_begun(self, study: Path, train: ImageSet, val: ImageSet) -> None:
-        """Raise InputError when the run was begun with another recipe or on other images."""
-        folder = self.folder(study)
-        if not RunFolder(folder).exists():
+    def check_begun(self, study: Path, train: ImageSet, found: Mapping[str, DataRecord]) -> None:
+        """Raise InputError when the run was begun with another recipe or on other images, or is damaged."""
+        folder, run = self.folder(study), RunFolder(self.folder(study))
+        if not run.exists():
             return
         difference = first_difference(self.resolved(), read_recipe(folder), ignoring=CHANGEABLE_SETTINGS)
         if difference:
             raise InputError(f"cannot go on with '{folder}': {difference}; choose another --out")
         begun = RunEnvironment.read(folder)
-        classes = RunFolder(folder).info.class_names
-        found = {"train": DataRecord.of(train), "val": DataRecord.of(val)}
+        classes = run.info.class_names
         same = all(begun.data[split].same_images(record) for split, record in found.items())
         if classes != train.class_names or not same:
             raise InputError(
@@ -77,6 +77,13 @@ class Trial:
                 f"classes, and '{train.name}' has other ones ({len(train)} of {len(train.class_names)}); choose "
                 "another --out"
             )
+        links: tuple[Checkpoint, ...] = ("last", "best")
+        for link in links:
+            if run.checkpoint_path(link).is_symlink():
+                try:
+                    run.checkpoint(link)  # compares the digests
+                except InputError as error:
+                    raise InputError(f"{error}; without the folder '{folder}' that run is trained again") from None
 
 
 @dataclass
