@@ -13,7 +13,7 @@ from training_jobs import recipe_of
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder
-from vitx.data.image_set import ImageSet
+from vitx.data.image_set import ImageSet, evenly_spaced
 from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.environment import RunEnvironment
 from vitx.train.loop.interruption import TrainingStopped
@@ -134,8 +134,8 @@ def test_processes_that_differ_are_told_in_what(tmp_path: Path, monkeypatch: pyt
     )
 
 
-def seen(*keys: str, skipped: tuple[str, ...] = ()) -> RunEnvironment:
-    images = ImageSet("photos", ("a", "b"), keys, np.zeros(len(keys), np.int64), lambda index: b"", skipped)
+def seen(*keys: str, skipped: tuple[str, ...] = (), content: bytes = b"") -> RunEnvironment:
+    images = ImageSet("photos", ("a", "b"), keys, np.zeros(len(keys), np.int64), lambda index: content, skipped)
     return RunEnvironment.now(torch.device("cpu"), images, images)
 
 
@@ -147,3 +147,23 @@ def test_what_was_left_out_may_change_its_words() -> None:
     for keys in (("a/0.png", "b/1.png"), ("a/0.png",)):
         with pytest.raises(InputError, match=message.format(len(keys))):
             begun.check_same_data(seen(*keys, skipped=("/old/a/1.png: truncated",)))
+
+
+def test_images_that_were_made_anew_under_their_names_are_said_and_not_refused() -> None:
+    begun, now = seen("a/0.png", "b/0.png", content=b"224 px"), seen("a/0.png", "b/0.png", content=b"96 px")
+    begun.check_same_data(now)
+    assert begun.differences(now) == [
+        f"on {split} images that are not those it was begun with, though their names are" for split in ("train", "val")
+    ]
+    assert now.differences(now) == []
+    before = {split: record.model_copy(update={"sample_sha256": ""}) for split, record in begun.data.items()}
+    assert begun.model_copy(update={"data": before}).differences(now) == []  # a run from before it was written
+
+
+def test_a_large_set_is_not_read_whole_at_the_start() -> None:
+    read: list[int] = []
+    images = ImageSet(
+        "photos", ("a",), tuple(map(str, range(1000))), np.zeros(1000, np.int64), lambda i: read.append(i) or b""
+    )
+    RunEnvironment.now(torch.device("cpu"), images, images.first(3))
+    assert read == [*evenly_spaced(1000, 32), 0, 1, 2]

@@ -18,6 +18,7 @@ from vitx.train.loop.optimization import build_schedule, describe_rate
 from vitx.train.loop.trainer import Trainer
 from vitx.train.recipes.optimization_settings import Optimizer, Schedule, Stage
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
+from vitx.train.recipes.registry import get_recipe
 
 STAGES = 'stages=[{"until":2,"drop_path_rate":0.2}]'
 SHORT = (
@@ -69,11 +70,10 @@ def test_a_warm_up_is_at_most_half_of_the_epochs() -> None:
 
 
 def test_the_rate_is_said_at_the_start() -> None:
-    scaled = Optimizer(lr=5e-4, lr_base_size=512)
-    assert describe_rate(scaled, Schedule(warmup_epochs=5), batch_size=1024, epochs=300) == (
+    assert describe_rate(get_recipe("deit-s"), 1024) == (
         "learning rate 0.001 at 1024 images a step, 0.0005 for 512; 5 epochs of warm-up"
     )
-    assert describe_rate(Optimizer(lr=2e-3), Schedule(warmup_epochs=4.5), batch_size=64, epochs=3) == (
+    assert describe_rate(get_recipe("digits-deit").model_copy(update={"epochs": 3}), 64) == (
         "learning rate 0.002 at 64 images a step; 1.5 epochs of warm-up, half of all instead of 4.5"
     )
 

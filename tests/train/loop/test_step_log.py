@@ -46,7 +46,8 @@ def test_a_run_on_photographs_is_tried_trained_and_resumed_with_its_split(
     image_folder: Path, tmp_path: Path, vitx: Vitx
 ) -> None:
     run, photos = tmp_path / "run", image_folder / "train"
-    small = ("--set", "model.kwargs.depth=1", "--set", "workers=0", "--set", "epochs=2")
+    settings = ("model.kwargs.depth=1", "workers=0", "losses.attention_pairs=1", "epochs=2")
+    small = [word for setting in settings for word in ("--set", setting)]
     command = ("train", "photos", "--data", photos, "--out", run, "--device", "cpu", *small)
     code, out, said = vitx(*command, "--dry-run", "--json")
     assert code == 0, said
@@ -55,8 +56,10 @@ def test_a_run_on_photographs_is_tried_trained_and_resumed_with_its_split(
     assert (found["classes"], found["a batch"]) == ("class-0, class-1, class-2", "8 × 3 × 32 × 32")
     assert found["steps"] == "1 an epoch, 2 in 2 epochs"
     assert found["seconds a step"] > 0
+    assert found["without effect"] == "losses.attention_pairs=1, as losses.attention=0.0"
     assert not run.exists()
-    assert vitx(*command, "--set", "epochs=1")[0] == 0
+    code, _, said = vitx(*command, "--set", "epochs=1")
+    assert (code, said.count("without effect: losses.attention_pairs=1, as losses.attention=0.0\n")) == (0, 1)
     assert vitx(*command)[0] == 2
     code, _, said = vitx(*command, "--dry-run", "--out", photos / "runs")
     assert (code, "would take it for a class of images: pass another --out" in said) == (2, True), said

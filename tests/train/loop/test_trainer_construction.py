@@ -228,7 +228,7 @@ def test_an_old_run_is_resumed_and_what_differs_is_said(
     trainer.quiet, done = quiet, list[Any]()
     begun = SimpleNamespace(
         check_same_data=lambda other: done.append(("data", other)),
-        differences=lambda other: [f"with {other.data}"],
+        differences=lambda other: [f"with {other.data}: the result may differ"],
     )
     now = SimpleNamespace(data="other threads")
     environment = SimpleNamespace(now=lambda *_, **__: now, read=lambda path: done.append(path) or begun)  # type: ignore[func-returns-value]
@@ -246,7 +246,7 @@ def test_an_old_run_is_resumed_and_what_differs_is_said(
         assert lines == []
         return
     assert lines == [
-        "resumed with other threads: the result may differ in its last bits",
+        "resumed with other threads: the result may differ",
         "resumed lr 0.25 as 0.5",
     ]
 

@@ -16,6 +16,7 @@ from vitx.train.loop.determinism import device_to_train_on
 from vitx.train.loop.distributed.processes import join_processes
 from vitx.train.loop.resuming import check_run_folder
 from vitx.train.loop.trainer import Trainer
+from vitx.train.recipes.idle_settings import idle_settings
 from vitx.train.recipes.recipe import Recipe
 
 # The first steps are slower: memory is found, kernels are chosen.
@@ -56,6 +57,7 @@ def dry_run(
             "a batch": f"{data.batch_size} × 3 × {size} × {size}",
             "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {recipe.epochs} epochs",
             "learning rate": recipe.optimizer.rate(data.batch_size),
+            **({"without effect": "; ".join(idle)} if (idle := idle_settings(recipe)) else {}),
             "memory (GiB)": round(_memory_gib(trainer.device), 2),
             "seconds a step": round(seconds, 4),
             "minutes in all, about": round(recipe.epochs * epoch / 60, 1),

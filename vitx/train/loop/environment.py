@@ -17,21 +17,29 @@ from vitx.core.machine import describe_machine, installed_versions
 from vitx.data.image_set import ImageSet
 
 ENVIRONMENT_FILE = "environment.json"
+SAMPLED_IMAGES = 32  # of each split: few enough to be read from any storage
 
 
 class DataRecord(Record):
-    """One split: how many images, which were left out and why, the sha256 of all names and labels in order."""
+    """One split: how many images, which were left out and why, the sha256 of all names and labels in order.
+
+    sample_sha256: of the bytes of some images, by which those that were made anew under their old names are noticed; ''
+    in runs from before it.
+    """
 
     images: int
     skipped: tuple[str, ...]
     names_sha256: str
+    sample_sha256: str = ""
 
     @classmethod
     def of(cls, images: ImageSet) -> Self:
         hasher = hashlib.sha256()
         for key, label in zip(images.keys, images.labels, strict=True):
             hasher.update(f"{key}\0{label}\0".encode())
-        return cls(images=len(images), skipped=images.skipped, names_sha256=hasher.hexdigest())
+        sample = images.evenly_spaced(SAMPLED_IMAGES).digest()
+        names = hasher.hexdigest()
+        return cls(images=len(images), skipped=images.skipped, names_sha256=names, sample_sha256=sample)
 
     def same_images(self, other: "DataRecord") -> bool:
         """Whether both are of the same names and labels; `skipped` has whole paths, and the words of Pillow."""
@@ -69,13 +77,18 @@ class RunEnvironment(Record):
         )
 
     def differences(self, other: "RunEnvironment") -> list[str]:
-        """Say in words what makes `other` round differently: device, threads, processes, versions of packages."""
+        """Say in words what makes `other` round differently (device, threads, versions …), and if images changed."""
         begun, now = (
             {"device": each.device, "threads": each.threads, "processes": each.processes, **each.versions}
             for each in (self, other)
         )
         changed = (name for name in begun if now.get(name) != begun[name])
-        return [f"with {name} {now.get(name)}, begun with {begun[name]}" for name in changed]
+        rounds = "the result may differ in its last bits"
+        said = [f"with {name} {now.get(name)}, begun with {begun[name]}: {rounds}" for name in changed]
+        for split, record in self.data.items():
+            if record.sample_sha256 not in ("", other.data[split].sample_sha256):
+                said.append(f"on {split} images that are not those it was begun with, though their names are")
+        return said
 
     def check_same_data(self, other: "RunEnvironment") -> None:
         """Raise InputError when a split changed since the run began."""

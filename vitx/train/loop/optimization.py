@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from vitx.core.errors import UNUSABLE, InputError, unknown_name
 from vitx.train.loop.distributed.fsdp_tensors import gathered, placed_like
-from vitx.train.recipes.optimization_settings import Optimizer, Schedule, refuse_impossible_schedule
+from vitx.train.recipes.optimization_settings import WITHOUT_END, Optimizer, Schedule, refuse_impossible_schedule
+from vitx.train.recipes.recipe import Recipe
 
 # Names of parameter groups among those of parameters, in a checkpoint: "groups.0", "groups.1", …
 GROUP = "groups."
@@ -35,7 +36,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "constant": (),
 }
 _OF_NOISE = {"noise_pct", "noise_std", "noise_seed"}
-_WITHOUT_END = ("constant", "step", "multistep")  # they fall by factors, if at all, and stay where they are
 
 
 class OptimizerState(NamedTuple):
@@ -125,7 +125,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
 def _refuse_without_effect(settings: Schedule) -> None:
     """timm takes the arguments of every schedule for each, and drops those that are of another."""
     # Nearly every recipe has a min_lr, so that one is let pass: a constant rate is asked for by its name alone.
-    if settings.name in _WITHOUT_END and settings.cooldown_epochs:
+    if settings.name in WITHOUT_END and settings.cooldown_epochs:
         raise InputError(
             f"schedule.cooldown_epochs={settings.cooldown_epochs:g} has no effect with schedule.name={settings.name}, "
             "which does not end at min_lr: set schedule.cooldown_epochs=0"
@@ -140,10 +140,11 @@ def _refuse_without_effect(settings: Schedule) -> None:
             )
 
 
-def describe_rate(optimizer: Optimizer, schedule: Schedule, *, batch_size: int, epochs: int) -> str:
-    """What the rate of a run comes to, in words."""
+def describe_rate(recipe: Recipe, batch_size: int) -> str:
+    """What the rate of a run, which begins with the first stage of `recipe`, comes to, in words."""
+    optimizer, schedule = recipe.optimizer, recipe.schedule
     scaled = f", {optimizer.lr:g} for {optimizer.lr_base_size}" if optimizer.lr_base_size else ""
-    warmup = schedule.warmup(epochs)
+    warmup = schedule.warmup(recipe.stage(1).until)
     cut = f", half of all instead of {schedule.warmup_epochs:g}" if warmup < schedule.warmup_epochs else ""
     return (
         f"learning rate {optimizer.rate(batch_size):g} at {batch_size} images a step{scaled}; "

@@ -71,6 +71,7 @@ from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resu
 from vitx.train.loop.step_log import StepLog, lacks_end
 from vitx.train.losses.distillation import load_teacher
 from vitx.train.losses.objective import check_even
+from vitx.train.recipes.idle_settings import idle_settings
 from vitx.train.recipes.optimization_settings import Stage
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
 
@@ -215,20 +216,15 @@ class Trainer:
         if self.run.exists():
             begun = RunEnvironment.read(self.run.path)
             begun.check_same_data(environment)
-            for difference in begun.differences(environment):
-                log(f"resumed {difference}: the result may differ in its last bits", quiet=self.quiet)
-            for difference in changed_settings(read_recipe(self.run.path), self.recipe):
+            changed = changed_settings(read_recipe(self.run.path), self.recipe)
+            for difference in (*begun.differences(environment), *changed):
                 log(f"resumed {difference}", quiet=self.quiet)
             self._restore()
         elif self.processes.writes:
             self._make_folder(environment)
-            rate = describe_rate(
-                self.recipe.optimizer,
-                self.recipe.schedule,
-                batch_size=self.data.batch_size,
-                epochs=self.recipe.stage(1).until,
-            )
-            log(rate, quiet=self.quiet)
+            log(describe_rate(self.recipe, self.data.batch_size), quiet=self.quiet)
+            if idle := idle_settings(self.recipe):
+                log(f"without effect: {'; '.join(idle)}", quiet=self.quiet)
         self.processes.barrier()
 
     def _make_folder(self, environment: RunEnvironment) -> None:

@@ -10,6 +10,7 @@ from vitx.train.recipes.image_and_loss_settings import Decay, Fraction, Losses, 
 Metric = Literal["top1", "nll", "ece", "brier"]
 # timm's schedulers that follow from the step alone. Its "plateau" has counters that timm cannot save.
 ScheduleName = Literal["cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant"]
+WITHOUT_END = ("constant", "step", "multistep")  # they fall by factors, if at all, and stay where they are
 
 
 class Optimizer(Record):
