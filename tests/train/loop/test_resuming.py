@@ -162,8 +162,11 @@ def test_images_that_were_made_anew_under_their_names_are_said_and_not_refused()
 
 def test_a_large_set_is_not_read_whole_at_the_start() -> None:
     read: list[int] = []
-    images = ImageSet(
-        "photos", ("a",), tuple(map(str, range(1000))), np.zeros(1000, np.int64), lambda i: read.append(i) or b""
-    )
+
+    def content(index: int) -> bytes:
+        read.append(index)
+        return b""
+
+    images = ImageSet("photos", ("a",), tuple(map(str, range(1000))), np.zeros(1000, np.int64), content)
     RunEnvironment.now(torch.device("cpu"), images, images.first(3))
     assert read == [*evenly_spaced(1000, 32), 0, 1, 2]

@@ -24,14 +24,15 @@ DEPENDENT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("distillation.kind",): ("distillation.temperature",),
     ("ema_decay",): ("ema_warmup",),
 }
-OFF = {"augmentation.smallest_crop": 1, "distillation.kind": "hard"}  # of other switches 0, false and no text are off
+# Of other switches 0, false and no text are off.
+OFF = {"augmentation.smallest_crop": (1,), "distillation.kind": ("hard",), "schedule.name": WITHOUT_END}
 
 
 def idle_settings(recipe: Recipe) -> list[str]:
     """What of a recipe was changed from its default and has no effect, each with the reason."""
     values = dict(flat_settings(recipe.model_dump()))
     defaults = {key: field.get_default(call_default_factory=True) for key, field in setting_fields(Recipe)}
-    found = {}
+    found: dict[str, str] = {}
     for switches, keys in DEPENDENT.items():
         reason = " and ".join(f"{name}={values[name]}" for name in switches)
         for key in keys:
@@ -47,6 +48,4 @@ def _is_off(switch: str, key: str, values: dict[str, Any]) -> bool:
 
         info = get_optimizer_info(value.lower().removeprefix("lookahead_"))
         return not (info.has_momentum if key == "optimizer.momentum" else info.has_betas and info.num_betas == 2)
-    if switch == "schedule.name":
-        return value in WITHOUT_END
-    return value == OFF[switch] if switch in OFF else not value
+    return value in OFF[switch] if switch in OFF else not value
