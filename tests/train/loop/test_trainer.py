@@ -235,7 +235,7 @@ def test_a_loss_that_is_not_finite_names_its_first_batch(monkeypatch: pytest.Mon
         "(2); its images are in 'RUN/failed', and what was saved before is kept"
     )
     assert saved == [(trainer.run, trainer.data, 3, 2)]
-    trainer.processes = Two(1, rank=1)
+    trainer.processes = Two([1], rank=1)
     with pytest.raises(CheckFailed, match=r"at batch 1 in epoch 3: .* its images are in ''"):
         trainer._check_finite(3)
     assert len(saved) == 1, "one process writes"
