@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from bundle_fixture import certificate
-from vitx.core.certificate import TokenSimilarity, read_certificate
+from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import write_bytes, write_json
+from vitx.core.files import read_sealed, write_bytes, write_json
+
+
+def read(path: Path) -> Certificate:
+    return read_sealed(path, Certificate, remedy="do it again")
 
 
 def test_the_digest_is_of_the_files_bytes_with_the_field_empty(tmp_path: Path) -> None:
@@ -19,7 +23,7 @@ def test_the_digest_is_of_the_files_bytes_with_the_field_empty(tmp_path: Path) -
     digest = json.loads(text)["sha256"]
     assert digest == hashlib.sha256(text.replace(digest, "").encode()).hexdigest()
     assert "Größe" in text
-    assert read_certificate(path) == certificate(reference="Größe", sha256=digest)
+    assert read(path) == certificate(reference="Größe", sha256=digest)
 
 
 def test_sealing_twice_changes_nothing() -> None:
@@ -50,11 +54,9 @@ def test_a_changed_byte_is_found(tmp_path: Path, old: str, new: str) -> None:
     assert old in content
     write_bytes(path, content.replace(old, new).encode())
     with pytest.raises((CheckFailed, InputError)) as caught:
-        read_certificate(path)
+        read(path)
     if new != '"images": 3e2,':
-        assert str(caught.value) == (
-            f"{path} was changed after it was written (its own digest differs): run `vitx parity RUN BUNDLE` again"
-        )
+        assert str(caught.value) == (f"{path} was changed after it was written (its own digest differs): do it again")
         assert caught.value.exit_code == 1
 
 
@@ -63,9 +65,9 @@ def test_a_certificate_without_a_seal_or_with_that_of_another_is_refused(tmp_pat
     for wrong in (certificate(), certificate(sha256=certificate(images=301).digest())):
         write_json(path, wrong)
         with pytest.raises(CheckFailed, match="its own digest differs"):
-            read_certificate(path)
+            read(path)
     with pytest.raises(InputError, match=r"other\.json does not exist"):
-        read_certificate(tmp_path / "other.json")
+        read(tmp_path / "other.json")
 
 
 TOKENS = TokenSimilarity(images=4, layers=("a",), reference=(0.5,), candidate=(0.6,), allowed=0.01)
@@ -97,7 +99,7 @@ def test_what_no_comparison_gives_is_no_certificate_however_sealed(
     path = tmp_path / "certificate.json"
     write_json(path, certificate().model_copy(update=changes).sealed())
     with pytest.raises(InputError) as caught:
-        read_certificate(path)
+        read(path)
     assert str(caught.value).startswith(f"{path} is not a valid Certificate: {fault}")
 
 
@@ -114,7 +116,7 @@ def test_the_worst_layer_is_that_of_the_largest_difference_either_way() -> None:
 def test_a_certificate_of_few_fields_claims_the_least(tmp_path: Path) -> None:
     """Fields that older files lack: no probe image, and so no bound below one."""
     write_json(tmp_path / "certificate.json", certificate().sealed())
-    found = read_certificate(tmp_path / "certificate.json").model_copy(update={"sha256": ""})
+    found = read(tmp_path / "certificate.json").model_copy(update={"sha256": ""})
     assert (found.format_version, found.batch_size, found.probe_images, found.probe_flips) == (2, 0, 0, 0)
     assert (found.probe_flip_rate_bound, found.max_position_error) == (1.0, 0.0)
     assert (found.min_cosine, found.mean_cosine, found.ece_reference, found.ece_candidate) == (1.0, 1.0, 0.0, 0.0)

@@ -246,6 +246,18 @@ def test_a_failed_call_leaves_no_temporary_file(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_full_disk_did_not_take_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a write the system names no file, and the error of the command line named none."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        write_bytes(tmp_path / "file.json", b"new")
+    assert caught.value.filename == str(tmp_path / "file.json")
+
+
 def test_new_folders_stay_too(tmp_path: Path) -> None:
     calls = assert_old_or_new(
         tmp_path, nothing, lambda folder: make_folder(folder / "a" / "b"), lambda folder: (folder / "a" / "b").is_dir()

@@ -206,6 +206,7 @@ def test_standard_output_that_takes_nothing_is_named(full: bool, code: int, said
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
+        (errno.ENOENT, 2, "error: cannot use 'there/file': No such file or directory\n"),
         (errno.EACCES, 2, "error: cannot use 'there/file': Permission denied\n"),
         (errno.EPERM, 2, "error: cannot use 'there/file': Operation not permitted\n"),
         (errno.EBUSY, 2, "error: cannot use 'there/file': Device or resource busy\n"),
@@ -235,6 +236,33 @@ def test_an_error_of_the_system_about_a_file_is_one_line(
     found = capsys.readouterr().err
     assert found.startswith(said)
     assert found.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (
+            FileNotFoundError("No such file or directory: runs/a/model.safetensors"),
+            2,
+            "No such file or directory: runs",
+        ),
+        (OSError("Could not open the stream\nfor two reasons"), 3, "Could not open the stream\n"),
+    ],
+)
+def test_an_error_of_a_file_that_is_a_library_s_own_is_one_line(
+    raised: OSError, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no errno: safetensors and pyarrow raise such."""
+
+    def app() -> None:
+        raise raised
+
+    monkeypatch.setattr(vitx.cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        vitx.cli.main()
+    found = capsys.readouterr().err
+    assert (ended.value.code, found.count("\n")) == (code, 1)
+    assert found.startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
-from vitx.core.certificate import Certificate, TokenSimilarity, read_certificate
+from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import cpu_architecture, describe_machine
@@ -203,7 +203,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 def test_what_is_written_is_returned_and_names_no_path(bundle: Bundle, images: ImageSet) -> None:
     certificate = certify_models(model(), model(bundle), images, write=True, quiet=True)
-    assert read_certificate(bundle.path / CERTIFICATE) == certificate
+    assert bundle.certificate() == certificate
     assert certificate.verdict == "pass"
     assert (certificate.reference, certificate.reference_sha256) == ("the network", "7" * 64)
     assert certificate.candidate == "tiny-name"
@@ -216,7 +216,7 @@ def test_a_failure_is_written_too(bundle: Bundle, images: ImageSet) -> None:
     other = model(bundle, session=TableSession(LOGITS + np.float32(0.5)))
     certificate = certify_models(model(), other, images, write=True, quiet=True)
     assert certificate.verdict == "fail"
-    assert read_certificate(bundle.path / CERTIFICATE) == certificate
+    assert bundle.certificate() == certificate
 
 
 def test_what_a_full_disk_does_not_take_is_said(

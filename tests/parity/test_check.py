@@ -1,5 +1,6 @@
 """`check_parity` without networks: which pair is written, which images are taken, what a failure says."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -15,12 +16,11 @@ from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
 from table_session import PIXEL, Change, TableSession, numbered_images
 from vitx.core.bundle import CERTIFICATE, Bundle
-from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import Profile
 from vitx.data.image_set import ImageSet
-from vitx.parity import check
+from vitx.parity import certification, check
 from vitx.parity.check import ParityResult, check_parity, sample_images
 from vitx.parity.divergence import LayerError, NodeError, Trace
 from vitx.parity.html_report import summary
@@ -104,7 +104,7 @@ def test_a_certificate_is_of_a_run_its_bundle_the_default_runtime_and_the_whole_
     assert (result.written, path.exists(), result.as_json()["written"]) == (written,) * 3
     assert result.certificate.verdict == "pass"
     if written:
-        assert read_certificate(path) == result.certificate
+        assert models.bundle.require_certificate() == result.certificate
 
 
 def test_batch_sizes_that_are_left_out_are_said_and_no_verdict_on_a_runtime_is_written(
@@ -127,7 +127,9 @@ def test_batch_sizes_that_are_left_out_are_said_and_no_verdict_on_a_runtime_is_w
     models.change = None
     for sizes, word in (((1,), "fail"), ((1, 2, 7, 32), "pass")):
         checked(batch_sizes=sizes, runtime="openvino")
-        (verdict,) = read_certificate(models.bundle.path / CERTIFICATE).executables
+        certificate = models.bundle.certificate()
+        assert certificate is not None
+        (verdict,) = certificate.executables
         assert verdict.verdict == word
 
 
@@ -157,7 +159,7 @@ def test_a_certificate_that_fails_is_written_and_says_why(models: Models) -> Non
     models.logits[BUNDLE] = LOGITS + np.array([0.5, 0, 0, 0], np.float32)
     result = checked()
     assert (result.written, result.certificate.verdict) == (True, "fail")
-    assert read_certificate(models.bundle.path / CERTIFICATE) == result.certificate
+    assert models.bundle.certificate() == result.certificate
     assert result.failures == result.certificate.reasons
     (note,) = result.notes
     assert note == (
@@ -172,6 +174,29 @@ def test_a_certificate_that_fails_is_written_and_says_why(models: Models) -> Non
         CheckFailed, match=r"^'a run' is not the equal of 'a bundle': largest logit error 0.5, at batch"
     ):
         other.require_pass(BUNDLE, RUN)
+
+
+@pytest.mark.parametrize("options", [{"runtime": "openvino"}, {"report": "report.html", "images": "319"}])
+def test_what_a_full_disk_does_not_take_is_said(
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+) -> None:
+    """The verdict on another runtime, and the report: what was measured was lost with them."""
+    checked()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(certification, "write_json", full)
+    monkeypatch.setattr(check, "write_bytes", full)
+    if "report" in options:
+        options = options | {"report": tmp_path / options["report"]}
+    with pytest.raises(OSError, match="No space left"):
+        checked(**options)
+    assert "parity: pass: 0 of 3" in capsys.readouterr().err
 
 
 def test_what_passes_has_no_failures_and_no_notes(models: Models) -> None:

@@ -120,7 +120,7 @@ def failing_report(colours_folder: Path, tmp_path: Path, vitx: Vitx) -> str:
 
 def test_the_report_shows_flips_and_loads_nothing(colours_folder: Path, tmp_path: Path, vitx: Vitx) -> None:
     page = failing_report(colours_folder, tmp_path, vitx)
-    assert '<p class="finding"><strong>fail' in page
+    assert '<p class="finding fail">verdict: <strong>fail' in page
     assert page.count('src="data:image/png;base64,') == page.count("<img ") > 0
     assert "bias of the classifier dropped or changed: class 0" in page
     assert not re.search(r'(src|href)="(?!data:)', page)

@@ -40,7 +40,6 @@ CERTIFICATE = certificate(
 
 def test_what_a_person_reads_first() -> None:
     expected = {
-        "verdict": "pass",
         "images": "300 of digits, batch size 8",
         "batch sizes": "1, 8 on 200 of them",
         "top-1 of the reference": 0.75,
@@ -72,9 +71,9 @@ def test_the_parts_of_a_report_are_in_their_order() -> None:
     )
     parts = [
         "<h1>A &lt; B</h1>",
-        '<p class="finding"><strong>pass</strong></p>',
+        '<p class="finding pass">verdict: <strong>pass</strong></p>',
         "<ul><li>first &amp; last</li><li>second</li></ul><ul><li>why &amp; how</li></ul>",
-        '<h2>Measurements</h2><table><tr><th scope="row">verdict</th><td class="n">pass</td></tr>',
+        '<h2>Measurements</h2><table><tr><th scope="row">images</th>',
         '<tr><th scope="row">largest logit error</th><td class="n">1e-05</td></tr>',
         '<h2>More</h2><table><tr><th scope="row">a&gt;b</th><td class="n">0.333333</td></tr></table>',
         '<h2>Largest logit error by batch size</h2><table><tr><th scope="row">1</th><td class="n">0.25</td></tr>'
@@ -89,10 +88,42 @@ def test_the_parts_of_a_report_are_in_their_order() -> None:
 
 
 def test_a_report_without_notes_tables_plots_and_flips() -> None:
-    page = render("T", certificate(verdict="fail", reasons=()), IMAGES, PIXEL, tables={"Empty": {}})
-    assert '<p class="finding"><strong>fail</strong></p><h2>Measurements</h2>' in page
+    page = render("T", certificate(reasons=()), IMAGES, PIXEL, tables={"Empty": {}})
+    assert '<p class="finding pass">verdict: <strong>pass</strong></p><h2>Measurements</h2>' in page
     assert "Empty" not in page
     assert page.endswith("<h2>Flips</h2><p>No image changed its class.</p></main></body></html>\n")
+
+
+def test_what_fails_beside_the_certificate_is_the_verdict_too() -> None:
+    """Over HTTP classes may change where the graph's do not: the page began with "pass"."""
+    page = render("T", CERTIFICATE, IMAGES, PIXEL, failures=("over HTTP 3",), notes=("why",), tables={})
+    assert (
+        '<p class="finding fail">verdict: <strong>fail</strong></p>'
+        "<ul><li>over HTTP 3</li></ul><ul><li>why</li></ul><h2>Measurements</h2>"
+    ) in page
+
+
+def test_pass_and_fail_have_colours_of_their_own_on_a_light_a_dark_and_a_printed_page() -> None:
+    style = render("T", CERTIFICATE, IMAGES, PIXEL, tables={}).partition("</style>")[0]
+    for verdict in ("pass", "fail"):
+        light, dark, printed = re.findall(rf"--{verdict}:#([0-9a-f]{{6}})", style)
+        assert light == printed
+        for colour, paper in ((light, "ffffff"), (dark, "161616")):
+            assert contrast(colour, paper) >= 4.5  # WCAG 2.2, 1.4.3
+        assert f".{verdict} strong{{color:var(--{verdict})}}" in style
+        assert f".finding.{verdict}{{border-color:var(--{verdict})}}" in style
+
+
+def contrast(first: str, second: str) -> float:
+    """WCAG 2.2's contrast ratio of two colours in sRGB."""
+
+    def luminance(colour: str) -> float:
+        shares = [int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+    dark, light = sorted(map(luminance, (first, second)))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def test_flips_are_listed_the_clearest_first(monkeypatch: pytest.MonkeyPatch) -> None:

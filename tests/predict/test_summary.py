@@ -168,9 +168,9 @@ def test_a_name_that_is_missing_is_said(tmp_path: Path) -> None:
         match=r"^not complete: of 12 names listed \(tar\) 5 were predicted, 2 are unreadable and 3 were skipped\. The",
     ):
         found.check_errors(1.0)
-    for shard, remedy in ((None, "pass --overwrite"), ("1/1", "pass --overwrite"), ("2/3", "remove that one")):
+    for share, remedy in ((WHOLE, "pass --overwrite"), (Share(2, 3), "remove that one")):
         with pytest.raises(CheckFailed, match=f"or {remedy}$"):
-            found.model_copy(update={"shard": shard}).check_errors(1.0)
+            found.check_errors(1.0, share)
 
 
 def test_as_many_unreadable_images_as_allowed_are_no_error(tmp_path: Path) -> None:

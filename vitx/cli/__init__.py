@@ -61,7 +61,16 @@ VERBS = {
 
 # A path that was given, or a file below it, is at fault.
 _NOT_USABLE = (
-    *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
+    *(
+        errno.ENOENT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ELOOP,
+    ),
     *(errno.EBUSY, errno.ENOTEMPTY),  # a volume is mounted there, or another process was first
 )
 
@@ -239,6 +248,9 @@ def _told_of_system(error: OSError) -> int | None:
     if error.errno in _NOT_USABLE:
         log(f"error: cannot use{where}: {error.strerror}")
         return 2
+    if error.errno is None:  # a library's own, such as safetensors' of a file that is gone: its message alone tells
+        log(f"error: {first_line(error)}")
+        return 2 if isinstance(error, FileNotFoundError | PermissionError) else 3
     return None
 
 

@@ -117,7 +117,7 @@ def _print_result(result: "ParityResult", candidate: Path, *, as_json: bool) -> 
     if as_json:
         print_json(result.as_json())
         return
-    fields = summary(result.certificate)
+    fields = {"verdict": "fail" if result.failures else "pass", **summary(result.certificate)}
     if result.served is not None:
         bound = f"{result.served.flip_rate_bound:.5f} (95 %)"
         fields["flips over HTTP"] = f"{len(result.served.flips)}, rate at most {bound}"

@@ -34,7 +34,7 @@ def command(
         print_json(summary.model_dump(mode="json"))
     else:
         _print(summary, out)
-    summary.check_errors(options.max_error_rate)
+    summary.check_errors(options.max_error_rate, options.share)
 
 
 def _skipped(summary: "PredictionSummary") -> str:

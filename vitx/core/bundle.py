@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
-from vitx.core.certificate import sealed_certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import (
@@ -28,6 +27,7 @@ from vitx.core.files import (
     make_folder,
     read_record,
     read_sealed,
+    require_seal,
     sha256_bytes,
     sha256_file,
     staged_folder,
@@ -286,7 +286,7 @@ class Bundle:
             )
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
-        return sealed_certificate(self.path / CERTIFICATE, certificate)
+        return require_seal(self.path / CERTIFICATE, certificate, remedy="run `vitx parity RUN BUNDLE` again")
 
 
 def _require_no_external_data(graph: Path) -> None:

@@ -1,11 +1,10 @@
 """`certificate.json`: what parity measured, bound by sha256 to the files it measured. Semantics: docs/parity.md."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from vitx.core.files import Record, SealedRecord, json_bytes, read_record, require_seal
+from vitx.core.files import Record, SealedRecord, json_bytes
 from vitx.core.machine import describe_machine
 
 
@@ -183,13 +182,3 @@ class Certificate(SealedRecord):
         if self.format_version == 2:
             return super().file_bytes()
         return json_bytes(self.model_dump(mode="json", exclude={"executables"}))
-
-
-def read_certificate(path: Path) -> Certificate:
-    """Read a certificate; raise InputError for a file that is none, CheckFailed for one that was changed."""
-    return sealed_certificate(path, read_record(path, Certificate))
-
-
-def sealed_certificate(path: Path, certificate: Certificate) -> Certificate:
-    """Return what was read from a file; raise CheckFailed unless it is sealed, and still the file's."""
-    return require_seal(path, certificate, remedy="run `vitx parity RUN BUNDLE` again")

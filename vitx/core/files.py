@@ -146,7 +146,9 @@ def write_bytes(path: Path, data: bytes) -> None:
             sync_open(file)
         apply_umask(Path(temporary))
         rename(Path(temporary), path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # as on a full disk
+            error.filename = str(path)
         Path(temporary).unlink(missing_ok=True)
         raise
 

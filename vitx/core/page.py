@@ -9,7 +9,8 @@ from vitx.core.panels import PIXEL_RATIO
 
 _LONGEST = 200  # characters of a value in a notebook
 _STYLE = """
-:root{color-scheme:light dark;--ink:#191919;--paper:#fff;--line:#b9b9b9;--soft:#f4f4f1;--accent:#0b5394}
+:root{color-scheme:light dark;--ink:#191919;--paper:#fff;--line:#b9b9b9;--soft:#f4f4f1;--accent:#0b5394;
+--pass:#1a7f37;--fail:#b3261e}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
 background:var(--paper)}a{color:var(--accent)}
 h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.5rem}h3{font-size:1rem;margin:0}
@@ -19,13 +20,17 @@ overflow-wrap:anywhere}th{min-width:6rem;overflow-wrap:break-word}
 details{margin:.5rem 0}summary{cursor:pointer}
 .plot{overflow-x:auto;margin:.8rem 0}.plot img{max-width:100%;height:auto}
 .finding{background:var(--soft);border-left:4px solid var(--accent);padding:.6rem 1rem;margin:.8rem 0}
+.finding.pass{border-color:var(--pass)}.finding.fail{border-color:var(--fail)}
+.pass strong{color:var(--pass)}.fail strong{color:var(--fail)}
 .finding p{margin:.2rem 0}.small{font-size:.9rem}nav ul{columns:3 14rem;padding-left:1.2rem}
 ul.images{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.images li{max-width:17rem}
 ul.images img{width:8rem;height:8rem;margin-right:.25rem;image-rendering:pixelated}
 @media (max-width:40rem){.plot img{max-width:none}body{margin:1rem auto}}
-@media (prefers-color-scheme:dark){:root{--ink:#e9e9e6;--paper:#161616;--line:#4b4b4b;--soft:#232323;--accent:#8ab8ff}
+@media (prefers-color-scheme:dark){:root{--ink:#e9e9e6;--paper:#161616;--line:#4b4b4b;--soft:#232323;--accent:#8ab8ff;
+--pass:#4ac26b;--fail:#ff8a80}
 .plot img{filter:invert(.91) hue-rotate(180deg)}}
-@media print{:root{--ink:#000;--paper:#fff;--line:#999;--soft:#fff;--accent:#000;color-scheme:light}nav{display:none}
+@media print{:root{--ink:#000;--paper:#fff;--line:#999;--soft:#fff;--accent:#000;color-scheme:light;
+--pass:#1a7f37;--fail:#b3261e}nav{display:none}
 .plot img{filter:none;max-width:100%}.plot,.finding,tr,li{break-inside:avoid}h2,h3{break-after:avoid}
 body{margin:0;font-size:11pt}}
 """

@@ -4,7 +4,8 @@
 returns the certificate.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -201,10 +202,17 @@ def _write_certificate(
     if certificate.verdict == "pass" and not may_run:
         command = "vitx parity RUN BUNDLE --runtime onnxruntime"
         log(f"warning: the graph passes, and no runtime was judged with it: run `{command}` where it will be served")
-    try:
+    with said_if_lost(certificate):
         return record_verdicts(bundle, certificate, verdicts)
-    except OSError:  # such as a full disk: what may have taken hours is said all the same
-        log(f"parity: {certificate.verdict}: {'; '.join(certificate.reasons)}")
+
+
+@contextmanager
+def said_if_lost(measured: Certificate) -> Iterator[None]:
+    """Say the verdict where the block cannot write, as on a full disk: what was measured may have taken hours."""
+    try:
+        yield
+    except OSError:
+        log(f"parity: {measured.verdict}: {'; '.join(measured.reasons)}")
         raise
 
 

@@ -12,7 +12,13 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import check_file, write_bytes
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.certification import certify_models, record_verdicts, sizes_left_out, warn_of_other_weights
+from vitx.parity.certification import (
+    certify_models,
+    record_verdicts,
+    said_if_lost,
+    sizes_left_out,
+    warn_of_other_weights,
+)
 from vitx.parity.html_report import render
 from vitx.parity.loaded_model import DEFAULT_RUNTIME, LoadedModel, open_model, require_run
 from vitx.parity.options import ParityOptions
@@ -77,7 +83,8 @@ def check_parity(
         result = _measure(reference, candidate, images, options, whole=len(images) == len(split), quiet=quiet)
     if options.report is not None:
         title = f"Parity of {candidate_path} with {reference_path}"
-        write_bytes(options.report, _html(title, result, images).encode())
+        with said_if_lost(result.certificate):
+            write_bytes(options.report, _html(title, result, images).encode())
     return result
 
 
@@ -95,7 +102,8 @@ def _measure(
     write = kept and options.runtime is None
     certificate = _certify(reference, candidate, images, options, write=write, quiet=quiet)
     if kept and options.runtime is not None:
-        _record_runtime(candidate, certificate)
+        with said_if_lost(certificate):
+            _record_runtime(candidate, certificate)
     failed = certificate.verdict != "pass"
     failures = certificate.reasons if failed else ()
     served = _compare_served(reference, candidate, images, certificate, options, quiet) if options.served else None
@@ -210,8 +218,8 @@ def _html(title: str, result: ParityResult, images: ImageSet) -> str:
         result.certificate,
         images,
         result.reference.preprocessing,
-        # The report lists the certificate's own reasons by itself.
-        notes=(*(text for text in result.failures if text not in result.certificate.reasons), *result.notes),
+        failures=result.failures,
+        notes=result.notes,
         plots=result.trace.plots() if result.trace else (),
         tables=tables,
     )

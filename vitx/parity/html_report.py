@@ -35,18 +35,20 @@ def render(
     images: ImageSet,
     preprocessing: Preprocessing,
     *,
+    failures: Sequence[str] = (),
     notes: Sequence[str] = (),
     plots: Sequence[LayerPlot] = (),
     tables: Mapping[str, Mapping[str, object]],
 ) -> str:
     """The report as HTML; sections without content are left out.
 
-    Thumbnails are images of `images` as `preprocessing` prepares them, embedded as PNG files. notes: what explains a
-    failed certificate. tables: more tables by title.
+    Thumbnails are images of `images` as `preprocessing` prepares them, embedded as PNG files. failures: of all that was
+    compared; without one the verdict is pass. notes: what explains them. tables: more tables by title.
     """
+    verdict = "fail" if failures else "pass"
     body = [
-        f'<p class="finding"><strong>{certificate.verdict}</strong></p>',
-        _list(certificate.reasons),
+        f'<p class="finding {verdict}">verdict: <strong>{verdict}</strong></p>',
+        _list(failures or certificate.reasons),
         _list(notes),
         _table("Measurements", summary(certificate)),
         *(_table(name, rows) for name, rows in tables.items()),
@@ -61,7 +63,6 @@ def summary(certificate: Certificate) -> dict[str, object]:
     """The numbers of a certificate that a person reads first."""
     c = certificate
     rows: dict[str, object] = {
-        "verdict": c.verdict,
         "images": f"{c.images} of {c.data}, batch size {c.batch_size}",
         "batch sizes": f"{', '.join(map(str, c.batch_sizes))} on {c.probe_images} of them",
         "top-1 of the reference": c.accuracy_reference,

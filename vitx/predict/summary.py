@@ -87,9 +87,11 @@ class PredictionSummary(Record):
     shard: str | None = None
     increment: Increment | None = None
 
-    def check_errors(self, max_error_rate: float) -> None:
-        """Raise CheckFailed unless complete, and if a larger share of images is unreadable than `max_error_rate`."""
-        share = WHOLE if self.shard is None else Share(*map(int, self.shard.split("/")))
+    def check_errors(self, max_error_rate: float, share: Share = WHOLE) -> None:
+        """Raise CheckFailed unless complete, and if a larger share of images is unreadable than `max_error_rate`.
+
+        share: of the input that was predicted; how to begin anew depends on it.
+        """
         for source, counts in self.sources.items():
             if counts.missing:
                 raise CheckFailed(
