@@ -34,6 +34,10 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         Bundle.open(tmp_path)
     assert str(caught.value) == f"'{tmp_path}' is not a bundle: it has no manifest.json"
+    (tmp_path / "run.json").touch()
+    with pytest.raises(InputError) as caught:
+        Bundle.open(tmp_path)
+    assert str(caught.value) == f"'{tmp_path}' is not a bundle: it is a run: `vitx export {tmp_path}` makes one of it"
 
 
 def test_every_file_of_the_manifest_is_verified(bundle: Bundle) -> None:

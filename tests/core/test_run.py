@@ -47,6 +47,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         RunFolder.open(tmp_path)
     assert str(caught.value) == f"'{tmp_path}' is not a run: it has no run.json"
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(InputError, match="is not a run: it is a bundle: give the run that it was exported from"):
+        RunFolder.open(tmp_path)
     assert not RunFolder(tmp_path).exists()
 
 

@@ -76,6 +76,26 @@ def test_each_field_is_an_option() -> None:
     assert bake("plum", "--minutes", "4:9")["range_"] == [4, 9]
 
 
+def test_home_is_home_where_no_shell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash leaves `--out=~/x` as it is: vitx predict made a folder called ~ of it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    found = bake("~/cake", "--tin=~/a", "--tin", "~/b", "--tin", "./~/c", "--tin=d/~", "--tin", "~e")
+    assert (found["cake"], found["tins"]) == ("/home/me/cake", ["/home/me/a", "/home/me/b", "~/c", "d/~", "~e"])
+
+
+def test_the_help_names_one_variable_for_all() -> None:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+    @app.command(cls=Command)
+    @from_records("bake")
+    def command(options: Bake = Bake()) -> None:  # frozen
+        raise AssertionError(options)
+
+    text = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    assert "Or each from the environment: VITX_BAKE_DEVICE." in text
+    assert text.count("VITX_BAKE_") == 1
+
+
 def test_the_command_line_goes_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "bake.toml"
     file.write_text('celsius = 100\ntrays = 4\nfan = true\ntin = ["a", "b"]\nracks = ["1", "2"]\n')

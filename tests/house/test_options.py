@@ -81,7 +81,8 @@ def _name(parameter: Any) -> str:
     """The name that a user sees, --batch-sizes or BUNDLE, not that of the Python parameter."""
     if parameter.param_type_name == "option":
         return str(parameter.opts[0])
-    return str(parameter.metavar or parameter.name.upper())
+    name = str(parameter.metavar or parameter.name.upper())
+    return name if parameter.required else f"[{name}]"
 
 
 def _parameter(parameter: Any) -> dict[str, Any]:

@@ -134,13 +134,6 @@ def test_table_of_the_command(tiny_bundle: Bundle, vitx: Vitx) -> None:
     assert all(name in out for name in ("top1", "nll", "ece", "brier"))
 
 
-def test_folder_that_is_neither_run_nor_bundle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is neither a run nor a bundle: it has no run\.json and no manifest\.json"):
-        evaluate_path(tmp_path)
-    with pytest.raises(InputError, match="no run at"):
-        evaluate_path(tmp_path / "absent")
-
-
 def test_data_with_other_classes_is_refused(tiny_bundle: Bundle, vitx: Vitx) -> None:
     code, _, err = vitx("eval", tiny_bundle.path, "--data", "digits")
     assert code == 2

@@ -178,7 +178,7 @@ def test_what_is_neither_run_nor_bundle_is_refused(run: RunFolder, tmp_path: Pat
     with pytest.raises(InputError) as caught:
         open_model(tmp_path)
     assert str(caught.value) == f"'{tmp_path}' is neither a run nor a bundle: it has no run.json and no manifest.json"
-    with pytest.raises(InputError, match="no run at "):
+    with pytest.raises(InputError, match=r"^no run or bundle at '.*none': expected a folder made by `vitx train` or `"):
         open_model(tmp_path / "none")
     with pytest.raises(InputError) as caught:
         open_model(run.path, runtime="openvino")

@@ -17,7 +17,7 @@ _DEFAULTS = AnalysisRequest()
 @from_records("analyze")
 def command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A run folder, model:NAME or model:timm/NAME.")],
-    other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="Another one, to be set beside it.")] = None,
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Another one, to be set beside it.")] = None,
     request: AnalysisRequest = _DEFAULTS,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -11,9 +11,9 @@ from vitx.cli.options import Json
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME | convert]", help="A network to show in full, or 'convert'.")
+        str | None, typer.Argument(metavar="NAME | convert", help="A network to show in full, or 'convert'.")
     ] = None,
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The checkpoint to convert.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The checkpoint to convert.")] = None,
     network: Annotated[
         str | None, typer.Option("--as", help="With convert: the network the file was trained as.")
     ] = None,

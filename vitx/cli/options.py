@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,8 @@ _RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")
 class Command(TyperCommand):
     """A verb whose `--ray` needs no value: what follows it and is no address is an argument of its own.
 
-    Of any verb an empty `--out` is refused: as a path it would be the current folder.
+    Of any verb an empty `--out` is refused: as a path it would be the current folder. `~/` is the home folder where no
+    shell has made it that, in quotes and behind `--out=`: else a folder called ~ would be made.
     """
 
     # Any: newer versions of typer hold click inside, older ones depend on it.
@@ -52,12 +54,23 @@ class Command(TyperCommand):
         if "--out=" in args or ("--out", "") in pairwise(args):
             raise typer.BadParameter(_EMPTY, ctx, param_hint="--out")
         try:
-            return super().parse_args(ctx, _with_ray_address(args))
+            return super().parse_args(ctx, [_expanded(one) for one in _with_ray_address(args)])
         except typer.BadParameter as error:  # which names the environment variable, whatever the value is from
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's, of a choice
             if error.param is None or not (file := _file_of(error.param.name, ctx)):
                 raise
             given = ctx.default_map[error.param.name]
             raise InputError(f"{file}{error.param.opts[0]} {given}: {error.message}") from None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for one in self.params:  # `_config` says it once: half of the help was names of variables
+            one.show_envvar = False  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+
+def _expanded(word: str) -> str:
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(value) if value.startswith('~/') else value}"
 
 
 def _with_ray_address(arguments: Sequence[str]) -> list[str]:
@@ -183,7 +196,8 @@ def _environment(verb: str, flag: str) -> str:
 
 
 def _config(verb: str) -> inspect.Parameter:
-    said = "Read options from this file: device = 'cpu'."
+    said = "Read options from this file: device = 'cpu'. Or each from the environment: "
+    said += f"{_environment(verb, '--device')}."
     envvar = _environment(verb, "--config")
     option = typer.Option(
         "--config", envvar=envvar, metavar="FILE.toml", help=said, is_eager=True, callback=_read_config

@@ -26,7 +26,7 @@ def command(
         Path, typer.Argument(metavar="REFERENCE", help="A run folder or a bundle; alone or with --verify, a bundle.")
     ],
     candidate: Annotated[
-        Path | None, typer.Argument(metavar="[CANDIDATE]", help="A bundle or a run folder; with --verify, its run.")
+        Path | None, typer.Argument(metavar="CANDIDATE", help="A bundle or a run folder; with --verify, its run.")
     ] = None,
     options: ParityOptions = _DEFAULTS,
     as_json: Json = False,

@@ -8,7 +8,7 @@ from vitx.cli.options import Json
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A recipe to show in full.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe to show in full.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the recipes, or show one in full: its command, hardware, time, result, and every setting."""

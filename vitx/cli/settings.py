@@ -9,7 +9,7 @@ from vitx.cli.options import Json
 
 def command(
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="A setting, or a group such as optimizer. Default: all.")
+        str | None, typer.Argument(metavar="KEY", help="A setting, or a group such as optimizer. Default: all.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="Where the server listens.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where the server listens.")] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
     as_json: Json = False,

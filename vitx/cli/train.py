@@ -22,7 +22,7 @@ _DEFAULTS = TrainOptions()
 @from_records("train")
 def command(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="A name of `vitx recipes`; photos for your own images.")
+        str | None, typer.Argument(metavar="RECIPE", help="A name of `vitx recipes`; photos for your own images.")
     ] = None,
     data: Data = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run folder. Default: runs/RECIPE.")] = None,

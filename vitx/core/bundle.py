@@ -37,7 +37,7 @@ from vitx.core.latency import Latency, LatencyFile, machine_key
 from vitx.core.machine import describe_machine
 from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import ModelSpec, verify_digests
+from vitx.core.run import ModelSpec, RunFolder, verify_digests
 from vitx.core.urls import open_store, without_password
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
@@ -182,7 +182,12 @@ class Bundle:
         if not folder.is_dir():
             raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`, or its URL")
         if not (folder / MANIFEST).is_file():
-            raise InputError(f"'{path}' is not a bundle: it has no {MANIFEST}")
+            why = (
+                f"it is a run: `vitx export {path}` makes one of it"
+                if RunFolder(folder).exists()
+                else f"it has no {MANIFEST}"
+            )
+            raise InputError(f"'{path}' is not a bundle: {why}")
         manifest = read_manifest(folder)
         verify_digests(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
         for name, entry in manifest.files.items():

@@ -95,7 +95,9 @@ class RunFolder:
         if not run.path.is_dir():
             raise InputError(f"no run at '{path}': expected a folder made by `vitx train`")
         if not run.exists():
-            raise InputError(f"'{path}' is not a run: it has no run.json")
+            bundle = (run.path / "manifest.json").is_file()
+            why = "it is a bundle: give the run that it was exported from" if bundle else "it has no run.json"
+            raise InputError(f"'{path}' is not a run: {why}")
         return run
 
     def exists(self) -> bool:

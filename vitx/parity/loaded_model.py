@@ -66,7 +66,9 @@ def open_model(
     path = Path(path)
     if (path / MANIFEST).is_file():
         return model_from_bundle(Bundle.open(path), runtime=runtime, device=device, threads=threads, use_twin=use_twin)
-    if path.is_dir() and not RunFolder(path).exists():
+    if not path.is_dir():
+        raise InputError(f"no run or bundle at '{path}': expected a folder made by `vitx train` or `vitx export`")
+    if not RunFolder(path).exists():
         raise InputError(f"'{path}' is neither a run nor a bundle: it has no run.json and no {MANIFEST}")
     if runtime is not None and require(runtime).source != "run":
         raise InputError(f"runtime {runtime}: a run's checkpoint runs in torch; export it to a bundle for others")

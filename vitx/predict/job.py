@@ -45,6 +45,8 @@ def launch(
     path: Path, source: str, out: str | Path, options: PredictOptions, *, quiet: bool = False
 ) -> PredictionSummary:
     """`predict` with the bundle at `path`, in this process or on the Ray cluster that the options name."""
+    if not (path / MANIFEST).is_file() and (Path(source) / MANIFEST).is_file():
+        raise InputError(f"'{source}' is the bundle, and '{path}' is none: give the bundle first, then the input")
     bundle = Bundle.open(path)
     if options.require_signature is not None:
         require_signature(bundle.path, options.require_signature)

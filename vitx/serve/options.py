@@ -27,7 +27,7 @@ class ServeOptions(Options):
     """Options of the server. shared_memory trusts whoever reaches the port."""
 
     bundles: tuple[Path, ...] = option(
-        (), "Bundles made by `vitx export`, or their URLs.", metavar="BUNDLE...", argument=True
+        (), "Bundles made by `vitx export`, or their URLs.", metavar="BUNDLE", argument=True
     )
     repository: Path | None = option(
         None, "Serve the bundles of this folder, NAME.vitx and NAME/VERSION; with --watch those that come later too."

@@ -268,7 +268,7 @@ def test_a_rate_that_was_certified_holds_unless_another_is_asked_for(witnessed: 
     assert rate(ParityOptions(device="cpu", max_flip_rate=0.5)) == 0.5
     (witnessed.path / CERTIFICATE).unlink()
     assert rate(options) == 0.01
-    with pytest.raises(InputError, match="alone is no bundle"):
+    with pytest.raises(InputError, match="no bundle at '"):
         certify_here(witnessed.path / "none", options, quiet=True)
 
 

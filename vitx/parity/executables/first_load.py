@@ -47,7 +47,7 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     Raises InputError for a path that is no bundle, a bundle without a witness set, and a set that is too small for a
     `--max-flip-rate` that was given.
     """
-    if not (path / MANIFEST).is_file():
+    if path.exists() and not (path / MANIFEST).is_file():
         raise InputError(f"'{path}' alone is no bundle: expected a reference and a candidate, or one bundle")
     bundle = Bundle.open(path)
     witness = read_witness(bundle)
