@@ -17,12 +17,14 @@ GOLDEN = Path(__file__).parent / "golden" / "options.json"
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """# Options
 
-Every argument and option of every verb, as `vitx VERB -h` prints them. Units are in the names or in the meaning.
+Every argument and option of every verb, as `vitx VERB -h` prints them, and the variable of each. Units are in the names
+or in the meaning.
 
 Where a verb has `--config FILE.toml`, each option may also stand in that file (`max-batch = 64`, `watch = true`,
 `bundles = ["a.vitx"]`) or in the environment, under the name that the table gives. The command line goes before the
 environment, the environment before the file, the file before the default. Several values of one variable have spaces
-between, several paths ':'. A name in the file that is no option is refused. In Python the same options are one record:
+between, several paths ':'. On the command line `~/` is the home folder, in quotes and behind `--out=` too. A name in
+the file that is no option is refused. In Python the same options are one record:
 `vitx.serve.options.ServeOptions(max_batch=64)`.
 
 Kubernetes sets `VITX_SERVE_PORT` by itself where a Service is called `vitx-serve`: name it otherwise, or set

@@ -74,10 +74,10 @@ def test_the_parts_of_a_report_are_in_their_order() -> None:
         '<p class="finding pass">verdict: <strong>pass</strong></p>',
         "<ul><li>first &amp; last</li><li>second</li></ul><ul><li>why &amp; how</li></ul>",
         '<h2>Measurements</h2><table><tr><th scope="row">images</th>',
-        '<tr><th scope="row">largest logit error</th><td class="n">1e-05</td></tr>',
-        '<h2>More</h2><table><tr><th scope="row">a&gt;b</th><td class="n">0.333333</td></tr></table>',
-        '<h2>Largest logit error by batch size</h2><table><tr><th scope="row">1</th><td class="n">0.25</td></tr>'
-        '<tr><th scope="row">8</th><td class="n">0.333333</td></tr></table>',
+        '<tr><th scope="row">largest logit error</th><td>1e-05</td></tr>',
+        '<h2>More</h2><table><tr><th scope="row">a&gt;b</th><td>0.333333</td></tr></table>',
+        '<h2>Largest logit error by batch size</h2><table><tr><th scope="row">1</th><td>0.25</td></tr>'
+        '<tr><th scope="row">8</th><td>0.333333</td></tr></table>',
         '<figure class="plot"><h2>Error &lt;1&gt;</h2><svg',
         "<h2>2 flips, the clearest 2 first</h2>",
     ]

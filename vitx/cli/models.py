@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -38,18 +38,13 @@ def command(
 def _list(*, as_json: bool) -> None:
     from vitx.core.console import print_json, print_table
 
-    zoo = _zoo()
+    # The table in the package, read without importing the networks: the list needs no PyTorch.
+    zoo = json.loads((Path(__file__).parents[1] / "models" / "zoo.json").read_bytes())
     if as_json:
         print_json(zoo)
         return
     rows = [(net["name"], net["parameters"] / 1e6, net["gmacs"], net["tokens"] or "", net["image_size"]) for net in zoo]
     print_table("vitx models", ("name", "parameters (M)", "GMACs", "tokens", "image size"), rows)
-
-
-def _zoo() -> list[dict[str, Any]]:
-    """The table in the package, read without importing the networks, so that the list needs no PyTorch."""
-    table: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "models" / "zoo.json").read_bytes())
-    return table
 
 
 def _show(name: str, *, as_json: bool) -> None:

@@ -71,6 +71,8 @@ def _watch(server: "ServerClient", before: "Reading", interval: float) -> None:
 
 def view(found: Mapping[str, Any]) -> "Group":
     """Lay out one snapshot for the terminal."""
+    from datetime import timedelta
+
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -93,7 +95,7 @@ def view(found: Mapping[str, Any]) -> "Group":
             Text(f"{model['provider']}, {model['precision']}"),
         )
     head = Text(f"{found['url']}  ").append(*(("ready", "green") if found["ready"] else ("not ready", "red")))
-    head.append(f"  up {_duration(found['uptime_seconds'])}")
+    head.append(f"  up {timedelta(seconds=int(found['uptime_seconds']))}")
     latency = (
         f"{found['requests_per_second']:,.1f} requests/s; latency {_pair(found['latency_ms'])} ms (p50 / p99 of the "
         f"latest requests); CPU {found['cpu_percent']:.0f} %; memory {found['rss_mib']:,.0f} MiB; "
@@ -110,12 +112,6 @@ def _refusals(rejections: Mapping[str, int]) -> str:
 def _pair(percentiles: Mapping[str, float | None]) -> str:
     """The text "p50 / p99"."""
     return " / ".join("–" if value is None else f"{value:.3g}" for value in percentiles.values())
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def _token(path: Path | None) -> str | None:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -62,12 +62,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_open(file: IO[bytes]) -> None:
-    """Flush what was written to an open file to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def rename(temporary: Path, path: Path) -> None:
@@ -143,7 +137,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-            sync_open(file)
+            file.flush()
+            os.fsync(file.fileno())
         apply_umask(Path(temporary))
         rename(Path(temporary), path)
     except BaseException as error:

@@ -14,7 +14,7 @@ _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
 background:var(--paper)}a{color:var(--accent)}
 h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.5rem}h3{font-size:1rem;margin:0}
-table{border-collapse:collapse;margin:.8rem 0}td.n{text-align:right;font-variant-numeric:tabular-nums}
+table{border-collapse:collapse;margin:.8rem 0}td{font-variant-numeric:tabular-nums}
 th,td{border-bottom:1px solid var(--line);padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;
 overflow-wrap:anywhere}th{min-width:6rem;overflow-wrap:break-word}
 details{margin:.5rem 0}summary{cursor:pointer}

@@ -245,7 +245,9 @@ def decode(
     except ImageError:
         raise
     except UnidentifiedImageError:
-        raise ImageError(_not_an_image(source)) from None
+        if source == b"":
+            raise ImageError("not an image: empty") from None
+        raise ImageError("not an image in a format that can be read (JPEG, PNG, WebP, BMP, GIF, TIFF)") from None
     except Image.DecompressionBombError as error:  # raised by Image.open, before the size can be asked for
         if max_pixels <= 2 * (Image.MAX_IMAGE_PIXELS or 0):
             raise ImageError(f"image of more pixels than the {max_pixels:,} allowed") from None
@@ -316,12 +318,6 @@ def _decode_smaller(image: Image.Image, shorter_side: int) -> None:
         if width % scale == height % scale == 0 and min(width, height) // scale >= shorter_side:
             image.draft(None, (width // scale, height // scale))
             return
-
-
-def _not_an_image(source: bytes | Path) -> str:
-    if isinstance(source, bytes) and not source:
-        return "not an image: empty"
-    return "not an image in a format that can be read (JPEG, PNG, WebP, BMP, GIF, TIFF)"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -117,9 +117,11 @@ def check_plan(plan: Path, *, architecture: str | None = None, version: str | No
     info = read_plan(plan)
     installed = version or library_for(info).version
     if not loads_with(info, installed):
+        newer = "that version and newer ones, up to the next major"
+        loading = newer if info.options.version_compatible else "exactly that version"
         raise CheckFailed(
             f"'{plan}' was built with {info.flavor} {info.version} and {installed} is installed: it loads with "
-            f"{_loading_versions(info)}; build it again, or install that version"
+            f"{loading}; build it again, or install that version"
         )
     if architecture is not None and not runs_on(info, architecture):
         raise CheckFailed(
@@ -159,12 +161,6 @@ def loads_with(info: PlanInfo, version: str) -> bool:
     built, here = _numbers(info.version), _numbers(version)
     # NVIDIA: plans of TensorRT 10 work with 11, those of 11.0 with 11.1; never the other way.
     return built == here or (info.options.version_compatible and here >= built and here[0] - built[0] <= 1)
-
-
-def _loading_versions(info: PlanInfo) -> str:
-    if info.options.version_compatible:
-        return "that version and newer ones, up to the next major"
-    return "exactly that version"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vitx.core.certificate import Certificate
 from vitx.core.console import log
@@ -27,9 +27,6 @@ from vitx.parity.statistics import images_needed
 from vitx.parity.trace import TraceResult, diagnosis_note, measure_token_similarity, require_layers, trace
 from vitx.parity.verdict import check_rate
 from vitx.runtimes.session import executable_of
-
-if TYPE_CHECKING:
-    from vitx.export import SourceRequest
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,19 @@ def _measure(
     # A bundle carries what is of the whole split, all its batch sizes, and the runtime it is served in by default.
     kept = reference.run is not None and whole and _can_be_kept(candidate, images, options, quiet=quiet)
     write = kept and options.runtime is None
-    certificate = _certify(reference, candidate, images, options, write=write, quiet=quiet)
+    if reference.run is not None and candidate.bundle is not None:
+        warn_of_other_weights(candidate.bundle, reference.sha256, options.checkpoint, quiet=quiet)
+    certificate = certify_models(
+        reference,
+        candidate,
+        images,
+        device=options.device,
+        max_flip_rate=options.max_flip_rate,
+        batch_sizes=options.batch_sizes or None,
+        token_similarity=partial(measure_token_similarity, reference, candidate, images, quiet=quiet),
+        write=write,
+        quiet=quiet,
+    )
     if kept and options.runtime is not None:
         with said_if_lost(certificate):
             _record_runtime(candidate, certificate)
@@ -114,7 +123,10 @@ def _measure(
         notes += (diagnosis_note(reference, candidate, images, certificate, traced=options.trace),)
     traced = None
     if options.trace:
-        source = _source_request(reference, options)
+        from vitx.export import SourceRequest
+
+        # As `vitx export` loads the network of a run; of a bundle there is none.
+        source = SourceRequest(str(reference.run.path), which=options.checkpoint) if reference.run else None
         traced = trace(reference, candidate, source, images, repair=failed, quiet=quiet)
         notes += traced.notes
     return ParityResult(reference, candidate, certificate, write, failures, notes, served, traced)
@@ -149,37 +161,6 @@ def sample_images(images: ImageSet, wanted: str, max_flip_rate: float) -> ImageS
     if wanted != "enough" and not (wanted.isascii() and wanted.isdigit() and int(wanted)):
         raise InputError(f"--images {wanted}: expected all, enough or a number")
     return images.evenly_spaced(images_needed(max_flip_rate) if wanted == "enough" else int(wanted))
-
-
-def _source_request(model: LoadedModel, options: ParityOptions) -> "SourceRequest | None":
-    """How to load the network of a run again, as `vitx export` loads it; None for a bundle."""
-    from vitx.export import SourceRequest
-
-    return SourceRequest(str(model.run.path), which=options.checkpoint) if model.run is not None else None
-
-
-def _certify(
-    reference: LoadedModel,
-    candidate: LoadedModel,
-    images: ImageSet,
-    options: ParityOptions,
-    *,
-    write: bool,
-    quiet: bool,
-) -> Certificate:
-    if reference.run is not None and candidate.bundle is not None:
-        warn_of_other_weights(candidate.bundle, reference.sha256, options.checkpoint, quiet=quiet)
-    return certify_models(
-        reference,
-        candidate,
-        images,
-        device=options.device,
-        max_flip_rate=options.max_flip_rate,
-        batch_sizes=options.batch_sizes or None,
-        token_similarity=partial(measure_token_similarity, reference, candidate, images, quiet=quiet),
-        write=write,
-        quiet=quiet,
-    )
 
 
 def _compare_served(

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from vitx.core.certificate import Certificate, Flip
-from vitx.core.page import data_url, page
+from vitx.core.page import data_url, page, table
 from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import ImageSet
 
@@ -93,17 +93,8 @@ def _list(items: Sequence[str]) -> str:
 
 
 def _table(title: str, rows: Mapping[str, object] | Mapping[int, float]) -> str:
-    if not rows:
-        return ""
-    cells = "".join(
-        f'<tr><th scope="row">{html.escape(str(name))}</th><td class="n">{html.escape(_text(value))}</td></tr>'
-        for name, value in rows.items()
-    )
-    return f"<h2>{html.escape(title)}</h2><table>{cells}</table>"
-
-
-def _text(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    texts = [(str(name), f"{value:.6g}" if isinstance(value, float) else value) for name, value in rows.items()]
+    return f"<h2>{html.escape(title)}</h2>{table(texts)}" if texts else ""
 
 
 def _flips(flips: Sequence[Flip], images: ImageSet, preprocessing: Preprocessing) -> str:

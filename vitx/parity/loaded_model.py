@@ -119,9 +119,8 @@ def _twin_session(bundle: Bundle, device: str) -> Session | None:
     from vitx.core.machine import local_gpus
 
     manifest = bundle.manifest
-    if (manifest.precision not in ("fp16", "bf16") and manifest.base == "fp32") or device == "cuda":
-        return None
-    if device == "auto" and local_gpus():
+    halves = manifest.precision in ("fp16", "bf16") or manifest.base != "fp32"
+    if not halves or device == "cuda" or (device == "auto" and local_gpus()):
         return None
     import onnx
 

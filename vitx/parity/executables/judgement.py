@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from vitx.core.bundle import Bundle, Precision, timestamp
-from vitx.core.certificate import Executable, OutputVerdict, Verdict
+from vitx.core.certificate import OutputVerdict, Verdict
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.machine import describe_machine
@@ -55,7 +55,7 @@ def judge_executable(
         )
     run = _run(witness, session, quiet=quiet)
     executable = executable_of(bundle.subject(), session)
-    precision = coarser(bundle.manifest.precision, _precision(executable))
+    precision = coarser(bundle.manifest.precision, executable.precision)  # type: ignore[arg-type]  # others: as fp32
     allowed = allowed_logit_error(precision, info.logit_std)
     outputs = _judged_outputs(bundle, witness, run, precision)
     verdict_of = partial(
@@ -153,8 +153,3 @@ def _bound(witness: Witness, census_flips: int, sample_flips: int) -> float:
     census, population = witness.info.census, witness.info.population
     sample = len(witness) - census
     return stratified_upper(census_flips, sample_flips, census=census, sample=sample, population=population)
-
-
-def _precision(executable: Executable) -> Precision:
-    known: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "int8": "int8", "fp8": "fp8"}
-    return known.get(executable.precision, "fp32")

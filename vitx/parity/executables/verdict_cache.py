@@ -24,8 +24,8 @@ _unwritten: dict[Path | None, dict[tuple[str, str], CachedVerdict]] = {}
 
 def cached_verdict(bundle: Bundle, executable: Executable) -> Verdict | None:
     """The passing verdict that was found here on exactly this executable of exactly this bundle; None without one."""
-    same = [found for found in cached_verdicts(bundle) if found.executable == executable]
-    return next((found for found in same if found.verdict == "pass"), None)
+    known = cached_verdicts(bundle)
+    return next((one for one in known if one.executable == executable and one.verdict == "pass"), None)
 
 
 def cached_verdicts(bundle: Bundle) -> list[Verdict]:

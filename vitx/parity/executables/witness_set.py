@@ -64,7 +64,8 @@ def add_witness(
     """
     limit = min(MOST_BYTES, int(MOST_SHARE * bundle.manifest.files[MODEL].size))
     seed = int(split_sha256[:8], 16)  # of the images themselves: nobody chooses it
-    wanted = min(_count_that_fits(bundle, images, limit), _count_in_time(flops)) if count is None else count
+    in_time = FEWEST if flops is None else max(FEWEST, int(MOST_FLOPS / max(flops, 1)))
+    wanted = min(_count_that_fits(bundle, images, limit), in_time) if count is None else count
     while wanted:
         chosen, census = draw_images(margins, wanted, seed)
         pixels = _pixels(images, bundle, chosen)
@@ -112,11 +113,6 @@ def _count_that_fits(bundle: Bundle, images: ImageSet, limit: int) -> int:
     encoded = encode_images(_pixels(some, bundle, np.arange(len(some))))
     mean = sum(map(len, encoded)) / len(encoded) + _reference_bytes(bundle)
     return min(len(images), int(limit / mean))
-
-
-def _count_in_time(flops: int | None) -> int:
-    """How many images a first load may take of a network of so many FLOPs an image."""
-    return FEWEST if flops is None else max(FEWEST, int(MOST_FLOPS / max(flops, 1)))
 
 
 def _reference_bytes(bundle: Bundle) -> int:
