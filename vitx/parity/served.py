@@ -131,9 +131,10 @@ def serving(
     allow_uncertified: serve a bundle without a passing certificate too. Raises EnvironmentMissing, with the last line
     that the server wrote to stderr, when it does not start.
     """
+    arguments = verb_command("serve", str(bundle), "--port", "0", "--device", device)
+    arguments += ["--runtime", runtime] if runtime != "auto" else []
     process = subprocess.Popen(
-        verb_command("serve", str(bundle), "--port", "0", "--device", device, "--runtime", runtime)
-        + ["--allow-uncertified"] * allow_uncertified,
+        [*arguments, *(["--allow-uncertified"] if allow_uncertified else [])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
