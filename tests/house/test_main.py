@@ -15,6 +15,7 @@ import torch
 import vitx.cli
 from cli_fixture import Vitx
 from vitx.cli import _command
+from vitx.cli.doctor import EXTRAS
 from vitx.serve.options import ServeOptions
 
 HALF_WRITTEN = """
@@ -391,3 +392,11 @@ def test_an_empty_data_set_or_folder_is_not_the_default_one(command: list[str], 
     ended = subprocess.run([sys.executable, "-c", program, *command], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2
     assert "it is empty" in ended.stderr or "at least 1 character" in ended.stderr
+
+
+def test_doctor_names_the_extra_that_the_error_of_a_verb_names() -> None:
+    """It sent who wants `vitx parity RUN BUNDLE` to [train], which has no onnx."""
+    for extra, (_, needed_by) in EXTRAS.items():
+        for words in needed_by.split(", "):
+            if words.startswith("vitx "):  # --grpc-port is more than [serve]
+                assert vitx.cli.VERBS[words.split()[1]].extra in (extra, "serve" if extra == "grpc" else extra)

@@ -6,9 +6,9 @@ from vitx.cli.options import Json
 
 # Of each extra: packages that are there together only where all of it is, and the verbs that need it.
 EXTRAS = {
-    "train": (("torch", "sklearn", "tensorboard"), "vitx train, vitx eval RUN, vitx parity"),
+    "train": (("torch", "sklearn", "tensorboard"), "vitx train, vitx eval RUN"),
     "analyze": (("matplotlib", "sklearn", "tensorboard"), "vitx analyze"),
-    "export": (("onnxscript", "timm"), "vitx export"),
+    "export": (("onnxscript", "timm"), "vitx export, vitx parity RUN BUNDLE"),
     "serve": (("starlette", "pyarrow", "prometheus_client"), "vitx serve, vitx predict"),
     "grpc": (("starlette", "grpc"), "vitx serve --grpc-port"),
     "ray": (("starlette", "ray"), "--ray"),
