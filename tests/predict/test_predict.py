@@ -233,6 +233,12 @@ def test_bundle_without_certificate_needs_an_option(tiny_bundle: Bundle, photos:
     assert not run_predict(tiny_bundle, photos, tmp_path / "out", allow_uncertified=True).certified
 
 
+def test_the_input_before_the_bundle_is_said(tiny_bundle: Bundle, photos: Path, tmp_path: Path, vitx: Vitx) -> None:
+    code, _, err = vitx("predict", photos, tiny_bundle.path, "--out", tmp_path / "out")
+    expected = f"'{tiny_bundle.path}' is the bundle, and '{photos}' is none: give the bundle first, then the input"
+    assert (code, err) == (2, f"error: {expected}\n")
+
+
 def test_predict_command(tiny_bundle: Bundle, photos: Path, tmp_path: Path, vitx: Vitx) -> None:
     arguments = (tiny_bundle.path, photos, "--out", tmp_path / "out", "--device", "cpu", "--quiet")
     code, out, err = vitx("predict", *arguments, "--json")
