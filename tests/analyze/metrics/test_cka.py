@@ -88,6 +88,20 @@ def test_batches_add_up() -> None:
     assert matrix.diagonal().tolist() == pytest.approx([1, 1, 1])
 
 
+def test_a_small_last_batch_counts_by_its_pairs() -> None:
+    """With the weight of a whole one a last batch of 4 images would widen the estimate of 164 images by 1.9."""
+
+    def drawn(seed: int, *sizes: int) -> float:
+        cka, generator = MinibatchCKA(), torch.Generator().manual_seed(seed)
+        for size in sizes:
+            x, noise = torch.randn(2, size, 64, generator=generator)
+            cka.add([x, x + noise])
+        return cka.result()[0, 1].item()
+
+    spreads = [np.std([drawn(seed, *[16] * 10, *last) for seed in range(60)]) for last in ([], [4])]
+    assert spreads[1] < 1.05 * spreads[0]
+
+
 def test_two_networks() -> None:
     cka = MinibatchCKA()
     cka.add([X], [Y, X])

@@ -67,9 +67,11 @@ def hsic_1(k_LBB: Tensor, l_MBB: Tensor) -> Tensor:
 
 
 class MinibatchCKA:
-    """CKA between all layers of one network, or of two, one batch at a time: sums of HSIC₁ over batches.
+    """CKA between all layers of one network, or of two, one batch at a time: sums of w·HSIC₁ over batches.
 
-    Σ HSIC₁(K, L) / √(Σ HSIC₁(K, K) · Σ HSIC₁(L, L)) (Nguyen et al., arXiv 2010.15327, eq. 2).
+    Σ w·HSIC₁(K, L) / √(Σ w·HSIC₁(K, K) · Σ w·HSIC₁(L, L)), w = n(n−3) of a batch of n images: HSIC₁ is a mean over
+    pairs of images, and the smaller last batch counts by how many it has. For batches of one size this is eq. 2 of
+    Nguyen et al. (arXiv 2010.15327), who have no others.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,8 @@ class MinibatchCKA:
         """Add a batch of at least 4 images: each layer's features (B, …); `second`: another network's on the same."""
         k = grams_of(first)
         l = k if second is None else grams_of(second)  # noqa: E741 - the letters of the literature
-        self._batches.append((hsic_1(k, l), _own(k), _own(l)))
+        weight = len(first[0]) * (len(first[0]) - 3)
+        self._batches.append((weight * hsic_1(k, l), weight * _own(k), weight * _own(l)))
 
     def result(self) -> Tensor:
         """(L, M), float64; nan where a layer is the same for all images."""
