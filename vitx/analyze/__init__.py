@@ -47,34 +47,17 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "vitx.analyze.analysis": (
-            "Analysis",
-            "analyze",
-            "chosen_metrics",
-            "compare_representations",
-        ),
+        "vitx.analyze.analysis": ("Analysis", "analyze", "chosen_metrics", "compare_representations"),
         "vitx.analyze.analysis_report": ("figure",),
         "vitx.analyze.findings.differences": ("differences",),
         "vitx.analyze.network_analyses": ("analyze_networks",),
         "vitx.analyze.options": ("AnalysisRequest",),
-        "vitx.analyze.metric": (
-            "AnalysisOptions",
-            "NotApplicable",
-        ),
+        "vitx.analyze.metric": ("AnalysisOptions", "NotApplicable"),
         "vitx.analyze.metrics": ("METRICS",),
-        "vitx.analyze.metrics.cka": (
-            "MinibatchCKA",
-            "linear_cka",
-        ),
+        "vitx.analyze.metrics.cka": ("MinibatchCKA", "linear_cka"),
         "vitx.analyze.metrics.lesions": ("lesion_study",),
-        "vitx.analyze.spectrum": (
-            "feature_variance",
-            "fourier_log_amplitude",
-        ),
-        "vitx.models": (
-            "attention_std",
-            "token_similarity",
-        ),
+        "vitx.analyze.spectrum": ("feature_variance", "fourier_log_amplitude"),
+        "vitx.models": ("attention_std", "token_similarity"),
         "vitx.analyze.curvature": ("hessian_eigenvalues",),
         "vitx.analyze.metrics.landscape": ("filter_normalized_direction",),
         "vitx.models.similarity": ("attention_similarity",),

@@ -14,7 +14,7 @@ from timm.models.nest import Nest
 from torch import Tensor, nn
 
 from vitx.analyze.spectrum import square_map
-from vitx.analyze.units import Kind, Unit, first_block, residual_units, units_with_streams
+from vitx.analyze.units import Kind, Unit, residual_units, units_with_streams
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import require_finite
 from vitx.data.image_set import ImageSet
@@ -156,18 +156,19 @@ def stream_order(model: nn.Module) -> list[str]:
 
 
 def _watch_streams(model: nn.Module, found: dict[str, Tensor], before: dict[str, Tensor], restore: ExitStack) -> None:
-    block = first_block(model)
-    if block is None:
+    units = units_with_streams(model)
+    if not units:
         return
 
     def keep_embedding(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         found[EMBEDDING] = inputs[0]
 
-    restore.callback(block.register_forward_pre_hook(keep_embedding).remove)
+    first = units[0].block
+    assert first is not None, "the first unit of a block adds to the block's input"
+    restore.callback(first.register_forward_pre_hook(keep_embedding).remove)
     previous = EMBEDDING
-    for unit in residual_units(model):
-        if unit.stream_module is None:
-            continue
+    for unit in units:
+        assert unit.stream_module is not None, "of a unit with a stream"
         if unit.block is not None:
             keep_input = _input_recorder(unit.name, previous, found, before)
             restore.callback(unit.block.register_forward_pre_hook(keep_input).remove)

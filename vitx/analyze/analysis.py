@@ -184,7 +184,7 @@ def compare_representations(
 def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultCache", *, quiet: bool) -> None:
     """Measure all metrics of activations in one pass; each is charged an equal share of its seconds."""
     context = MetricContext(analysis.source, analysis.images, analysis.options, quiet)
-    collectors = {name: METRICS[name].collector(context) for name in names}
+    collectors = {name: make(context) for name in names if (make := METRICS[name].activation) is not None}
     start = time.perf_counter()
     passes = stream_activations(
         analysis.source.model,

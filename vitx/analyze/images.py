@@ -18,7 +18,11 @@ def open_analysis_images(
     """
     data = str(data)
     if is_plain_folder(data):
-        images = _without_labels(Path(data), skip_bad=skip_bad, check_size=check_size)
+        root = Path(data)
+        found = [(path, -1) for path in list_images(root)]
+        if not found:
+            raise InputError(f"no image below '{root}': expected image files, or train/ and val/ with a folder a class")
+        images = readable_images(root, (), found, (), name=str(root), skip_bad=skip_bad, check_size=check_size)
     else:
         images = open_images(data, "val", skip_bad=skip_bad, check_size=check_size)
     return images.evenly_spaced(limit)
@@ -28,10 +32,3 @@ def is_plain_folder(data: str) -> bool:
     """Whether `data` is a folder of images without labels."""
     # The name of a set is no folder, even where one has that name: a run's, such as runs/digits seen from runs.
     return data not in NAMED_SETS and Path(data).is_dir() and not has_splits(Path(data))
-
-
-def _without_labels(root: Path, *, skip_bad: bool, check_size: CheckSize | None) -> ImageSet:
-    found = [(path, -1) for path in list_images(root)]
-    if not found:
-        raise InputError(f"no image below '{root}': expected image files, or train/ and val/ with a folder a class")
-    return readable_images(root, (), found, (), name=str(root), skip_bad=skip_bad, check_size=check_size)

@@ -74,8 +74,7 @@ def percentiles(resampled: Float64Array) -> list[Interval]:
 
 def mean_interval(values: npt.ArrayLike) -> dict[str, Interval]:
     """The bootstrap interval of the mean of values (N,), as {"": interval}; empty for fewer than ten."""
-    array = np.asarray(values, dtype=np.float64)
-    return {"": percentiles(resampled_means(array[:, None]))[0]} if len(array) >= FEWEST else {}
+    return layer_intervals({"": np.asarray(values, dtype=np.float64)})
 
 
 def batch_interval(values: Sequence[float]) -> dict[str, Interval]:

@@ -104,10 +104,6 @@ class Metric:
     checkpoints: bool = False
     default: bool = True
 
-    def collector(self, context: MetricContext) -> ActivationMetric:
-        assert self.activation is not None, "only of a metric that shares the pass"
-        return self.activation(context)
-
 
 def labels_missing(source: Source, images: ImageSet) -> str | None:
     """Why the images' labels cannot be held against the network's answers; None where they can."""
@@ -132,7 +128,3 @@ def answer_names(source: Source, images: ImageSet) -> tuple[str, ...]:
 def _are_numbers(class_names: tuple[str, ...]) -> bool:
     """Whether classes have no names."""
     return class_names == tuple(map(str, range(len(class_names))))
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"

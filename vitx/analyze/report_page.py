@@ -16,7 +16,7 @@ from vitx.analyze.metric import answer_names
 from vitx.analyze.metric_figures import COLOURS
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.confidence import Confidence, Mistake
-from vitx.analyze.metrics.rollout import LookedAt, Rollout
+from vitx.analyze.metrics.rollout import Rollout
 from vitx.core.files import Record
 from vitx.core.page import data_url, page, picture, section, table
 from vitx.core.panels import elided
@@ -47,12 +47,9 @@ def report_page(
     body.append(_contents(results))
     for metric, found in results.items():
         body += _evidence(metric, found, figures)
-        if metric == "confidence":
+        if metric in _IMAGES:
             for name, analysis in zip(names, analyses, strict=True):
-                body += _mistakes(name, analysis)
-        if metric == "rollout":
-            for name, analysis in zip(names, analyses, strict=True):
-                body += _examples(name, analysis)
+                body += _IMAGES[metric](name, analysis)
     for name, analysis in zip(names, analyses, strict=True):
         if analysis.not_applicable:
             body.append(f"<h2>Not applicable to {html.escape(name)}</h2>")
@@ -149,6 +146,9 @@ def _examples(network: str, analysis: Analysis) -> Iterator[str]:
         yield f'<ul class="images">{items}</ul>'
 
 
+_IMAGES = {"confidence": _mistakes, "rollout": _examples}  # what follows a metric's evidence
+
+
 def _looked_at(analysis: Analysis) -> dict[int, Float32Array]:
     """Image → its patches' shares of the rollout, (rows, columns)."""
     found = analysis.results.get("rollout")
@@ -158,7 +158,7 @@ def _looked_at(analysis: Analysis) -> dict[int, Float32Array]:
     return {each.image: np.array(each.shares, np.float32).reshape(found.grid) for each in every}
 
 
-def _item(analysis: Analysis, seen: Mistake | LookedAt, shares: Float32Array | None) -> str:
+def _item(analysis: Analysis, seen: Mistake, shares: Float32Array | None) -> str:
     """One image, what the network took it for, and beside it where it looked, if that is known."""
     images = analysis.images
     label = images.class_names[seen.label] if seen.label >= 0 else ""

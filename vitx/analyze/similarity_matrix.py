@@ -89,6 +89,11 @@ class MeanCosine:
             for column, second in enumerate(names)
         }
 
+    def neighbours(self) -> dict[str, Float64Array]:
+        """Layer → its mean cosine with the layer before, of each image (N,), of those of one shape."""
+        values = self.values()
+        return {pair[1]: values[pair] for pair in pairwise(self.layers) if pair in values}
+
     def result(self, record: type[MatrixT], **fields: Any) -> MatrixT:
         """The matrix of means with its intervals and `fields`; None for two layers of different shapes."""
         layers, values = self.layers, self.values()
@@ -96,13 +101,12 @@ class MeanCosine:
             tuple(float(values[pair].mean()) if (pair := (first, second)) in values else None for second in layers)
             for first in layers
         )
-        neighbours = {pair[1]: values[pair] for pair in pairwise(layers) if pair in values}
         return record(
             layers=layers,
             columns=layers,
             matrix=matrix,
             widest=_widest([*values.values()]),
-            intervals={"neighbours": layer_intervals(neighbours)},
+            intervals={"neighbours": layer_intervals(self.neighbours())},
             **fields,
         )
 

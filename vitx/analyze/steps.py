@@ -34,25 +34,19 @@ class MapSamples:
             if features is not None:
                 samples.add(name, self._measure(features))
 
+    def steps(self, values: Mapping[str, Float64Array], before: Mapping[str, Float64Array]) -> dict[str, Float64Array]:
+        """Unit → its values (N,) less those of the stream that it adds to, where the two maps have the same side.
 
-def steps_along(
-    values: Mapping[str, Float64Array],
-    sizes: Mapping[str, int],
-    before: Mapping[str, Float64Array],
-    sizes_before: Mapping[str, int],
-) -> dict[str, Float64Array]:
-    """Unit → its values (N,) less those of the stream that it adds to, where the two maps have the same side.
-
-    before: of the streams that are not those after the unit before (`Activations.before`); their side is 0 in
-    `sizes_before` where they have no map, and no value then.
-    """
-    steps = {}
-    for previous, name in pairwise(values):
-        own = name in sizes_before
-        size = sizes_before[name] if own else sizes[previous]
-        if size == sizes[name]:
-            steps[name] = values[name] - (before[name] if own else values[previous])
-    return steps
+        before: of the streams that are not those after the unit before (`Activations.before`); their side is 0 where
+        they have no map, and no value then.
+        """
+        steps = {}
+        for previous, name in pairwise(values):
+            own = name in self.sizes_before
+            size = self.sizes_before[name] if own else self.sizes[previous]
+            if size == self.sizes[name]:
+                steps[name] = values[name] - (before[name] if own else values[previous])
+        return steps
 
 
 def steps_text(steps: Mapping[str, float], intervals: Mapping[str, Interval], kinds: Mapping[str, Kind | None]) -> str:

@@ -20,7 +20,8 @@ from vitx.analyze.metrics.fourier import FourierMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
 from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.metrics.variance import VarianceMetric
-from vitx.analyze.steps import steps_along
+from vitx.analyze.spectrum import feature_variances
+from vitx.analyze.steps import MapSamples
 from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
@@ -263,7 +264,9 @@ def test_a_norm_of_the_stream_is_charged_to_no_block() -> None:
 
 def test_a_step_from_an_input_without_a_map_is_left_out() -> None:
     values = {name: np.array([float(index)]) for index, name in enumerate("abcd")}
-    sizes = dict.fromkeys("abcd", 4)
-    steps = steps_along(values, sizes, {"c": np.array([7.0])}, {"b": 0, "c": 4, "d": 8})
+    maps = MapSamples(torch.nn.Identity(), feature_variances)
+    maps.sizes, maps.sizes_before = dict.fromkeys("abcd", 4), {"b": 0, "c": 4, "d": 8}
+    steps = maps.steps(values, {"c": np.array([7.0])})
     assert {name: step.tolist() for name, step in steps.items()} == {"c": [-5.0]}
-    assert steps_along(values, {**sizes, "d": 2}, {}, {}).keys() == {"b", "c"}
+    maps.sizes, maps.sizes_before = {**maps.sizes, "d": 2}, {}
+    assert maps.steps(values, {}).keys() == {"b", "c"}

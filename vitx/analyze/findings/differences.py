@@ -1,6 +1,6 @@
 """What differs significantly between two networks: numbers of the same images, paired."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from scipy import stats
@@ -32,15 +32,12 @@ def differences(first: Mapping[str, Record], second: Mapping[str, Record]) -> li
     p and interval are those of the bootstrap of the paired difference; of accuracy those of McNemar's exact test and
     of Agresti and Min. The caller sees to it that both are of the same images.
     """
-    pairs = [
-        (name, np.array(one), np.array(values[name]))
-        for metric, values in _per_image(second)
-        for name, one in dict(_per_image(first)).get(metric, {}).items()
-        if len(one) == len(values.get(name, ())) >= FEWEST
-    ]
-    if not pairs:
-        return []
-    columns = {name: (one, other) for name, one, other in pairs}
+    of_first, of_second = _per_image(first), _per_image(second)
+    columns = {
+        name: (np.array(one), np.array(of_second[name]))
+        for name, one in of_first.items()
+        if len(one) == len(of_second.get(name, ())) >= FEWEST
+    }
     found = [_compared(name, one, other) for name, (one, other) in columns.items() if name != "confidence"]
     if {"confidence", "accuracy"} <= set(columns):
         found.append(_ece_compared(*columns["confidence"], *columns["accuracy"]))
@@ -48,10 +45,9 @@ def differences(first: Mapping[str, Record], second: Mapping[str, Record]) -> li
     return [each.model_copy(update={"p": p, "significant": p <= RISK}) for each, p in zip(found, adjusted, strict=True)]
 
 
-def _per_image(results: Mapping[str, Record]) -> Iterator[tuple[str, dict[str, tuple[float, ...]]]]:
-    for metric, result in results.items():
-        if isinstance(result, Measured):
-            yield metric, result.per_image
+def _per_image(results: Mapping[str, Record]) -> dict[str, tuple[float, ...]]:
+    measured = (result.per_image for result in results.values() if isinstance(result, Measured))
+    return {name: values for per_image in measured for name, values in per_image.items()}
 
 
 def _compared(name: str, one: Float64Array, other: Float64Array) -> Difference:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -73,13 +72,12 @@ class AttentionCollapseMetric:
         values = self._similarity.values()
         if not values:
             raise NotApplicable(_ONE_QUERY if self._saw_maps else _NO_MAPS[self._maps])
-        layers = list(self._similarity.layers)
-        neighbours = {pair[1]: values[pair] for pair in pairwise(layers) if pair in values}
+        neighbours = self._similarity.neighbours()
         compared = f"{self._maps} maps, similarity to the layer before"
         found = self._similarity.result(
             AttentionCollapse,
             maps=self._maps,
-            images=len(values[layers[0], layers[0]]),
+            images=len(next(iter(values.values()))),
             threshold=self._threshold,
             similar_blocks=sum(bool(each.mean() > self._threshold) for each in neighbours.values()),
             repeated={layer: int((each > self._threshold).sum()) for layer, each in neighbours.items()},

@@ -10,7 +10,7 @@ from vitx.analyze.intervals import Measured, ends_text, layer_intervals, rounded
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
 from vitx.analyze.spectrum import frequencies, image_log_amplitudes
-from vitx.analyze.steps import MapSamples, steps_along, steps_text
+from vitx.analyze.steps import MapSamples, steps_text
 from vitx.analyze.units import Kind
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -58,7 +58,7 @@ class FourierMetric:
         relative = {name: values[name] - values[name][:, :1] for name in order}
         highest = {name: found[:, -1] for name, found in relative.items()}
         before = {name: found[:, -1] - found[:, 0] for name, found in self._amplitudes.before.values().items()}
-        steps = steps_along(highest, self._amplitudes.sizes, before, self._amplitudes.sizes_before)
+        steps = self._amplitudes.steps(highest, before)
         return Fourier(
             units={
                 name: Spectrum(

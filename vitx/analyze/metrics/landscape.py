@@ -190,7 +190,15 @@ def training_path(
 
 
 def measure_landscape(context: MetricContext) -> LossLandscape:
-    found = _measure_grid(context)
+    options = context.options
+    found = loss_landscape(
+        context.source.model,
+        list(augmented_batches(context)),
+        points=options.landscape_points | 1,  # odd: the middle is the network itself
+        weight_decay=options.weight_decay,
+        seed=options.seed,
+        quiet=context.quiet,
+    )
     if context.source.recipe is None:
         return found
 
@@ -200,18 +208,6 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
 
     path, share = of_checkpoints(RunFolder.open(context.source.name), path_of)
     return found if share is None else found.model_copy(update={"path": path, "path_share": share})
-
-
-def _measure_grid(context: MetricContext) -> LossLandscape:
-    options = context.options
-    return loss_landscape(
-        context.source.model,
-        list(augmented_batches(context)),
-        points=options.landscape_points | 1,  # odd: the middle is the network itself
-        weight_decay=options.weight_decay,
-        seed=options.seed,
-        quiet=context.quiet,
-    )
 
 
 def draw_landscape(results: Results) -> "Figure":

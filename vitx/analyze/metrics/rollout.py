@@ -9,24 +9,19 @@ from torch import Tensor
 from vitx.analyze.activations import Activations
 from vitx.analyze.intervals import Measured, mean_interval, with_interval
 from vitx.analyze.metric import Metric, MetricContext, NotApplicable, labels_missing
-from vitx.analyze.metrics.confidence import MISTAKES
+from vitx.analyze.metrics.confidence import MISTAKES, Mistake
 from vitx.core.errors import InputError
-from vitx.core.files import Record
 from vitx.models.outputs import PooledTokens, attention_rollout, pooled_tokens
 
 EXAMPLES = 6  # evenly spaced images that are shown besides the mistakes
 
 
-class LookedAt(Record):
-    """An image by its place in the set; shares: of each patch, row by row, sum 1 with the tokens before the patches.
+class LookedAt(Mistake):
+    """An answer, right or wrong; shares: of each patch, row by row, sum 1 with the tokens before the patches.
 
-    label is −1 without labels. confidence: of the predicted class, 0 to 1.
+    label is −1 without labels.
     """
 
-    image: int
-    label: int
-    predicted: int
-    confidence: float
     shares: tuple[float, ...]
 
 

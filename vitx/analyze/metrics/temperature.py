@@ -7,7 +7,7 @@ from scipy import optimize
 
 from vitx.analyze.accuracy import Labels
 from vitx.analyze.intervals import FEWEST, Interval, Measured, mean_interval, with_interval
-from vitx.analyze.metric import Metric, NotApplicable, percent
+from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metrics.confidence import LogitArray, LogitCollector, ece_interval, require_labels
 from vitx.core.errors import InputError
 from vitx.core.probabilities import Float64Array, classification_metrics, log_softmax, softmax
@@ -122,7 +122,7 @@ class TemperatureMetric(LogitCollector):
 def _temperature_line(found: TemperatureScaling) -> str:
     nll = with_interval(found.scaled_nll, found.interval("scaled_nll"), ".3f")
     ece = with_interval(found.scaled_ece, found.interval("scaled_ece"), ".1f", scale=100)
-    gain = f"NLL {found.nll:.3f} → {nll}, ECE {percent(found.ece)} → {ece} %"
+    gain = f"NLL {found.nll:.3f} → {nll}, ECE {100 * found.ece:.1f} % → {ece} %"
     return f"T = {with_interval(found.temperature, found.interval('temperature'))}: {gain}"
 
 

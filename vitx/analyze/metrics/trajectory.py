@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -63,27 +63,19 @@ def polar_trajectory(
     return Trajectory(steps=list(range(len(states)) if steps is None else steps), radius=radius, angle=angle)
 
 
-def run_trajectory(
-    run: RunFolder, initial: State | None = None, *, weights: Literal["model", "ema"] = "model"
-) -> Trajectory:
-    """The trajectory of the checkpoints that a run folder holds, from `initial`, the weights training began with.
+def run_trajectory(run: RunFolder) -> Trajectory:
+    """The trajectory of the checkpoints that a run folder holds; w_0 is the earliest of them.
 
-    A run keeps its best and its last checkpoint, and with `keep_every` more. Without `initial` w_0 is the earliest of
-    them. The sha256 of every file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint
-    that is corrupt or of another network.
+    A run keeps its best and its last checkpoint, and with `keep_every` more. The sha256 of every file is verified.
+    Raises what `polar_trajectory` does, and InputError for a checkpoint that is corrupt or of another network.
     """
-    return of_checkpoints(run, lambda found: _trajectory_of(run, found, initial, weights))
+    return of_checkpoints(run, lambda found: _trajectory_of(run, found))
 
 
-def _trajectory_of(run: RunFolder, found: Checkpoints, initial: State | None, weights: str) -> Trajectory:
-    steps = [state.step for state, _ in found]
-    if len(found) + (initial is not None) < 2:
-        raise InputError(
-            f"run '{run.path}' holds {len(found)} checkpoint: a trajectory needs the weights it began with, or another"
-        )
-    states = _LazyStates([folder / f"{weights}.safetensors" for _, folder in found], initial)
+def _trajectory_of(run: RunFolder, found: Checkpoints) -> Trajectory:
+    states = _LazyStates([folder / "model.safetensors" for _, folder in found])
     names = {name for name, _ in build_model(run.info.model).named_parameters()}
-    return polar_trajectory(states, names=names, steps=[0, *steps] if initial is not None else steps)
+    return polar_trajectory(states, names=names, steps=[state.step for state, _ in found])
 
 
 def checkpoints_by_step(run: RunFolder) -> Checkpoints:
@@ -114,15 +106,14 @@ def of_checkpoints(run: RunFolder, measure: Callable[[Checkpoints], Result]) -> 
 class _LazyStates(Sequence[State]):
     """State dictionaries that are read from their files at each access."""
 
-    def __init__(self, paths: list[Path], initial: State | None) -> None:
-        self.entries: list[Path | State] = [*([initial] if initial is not None else []), *paths]
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self._paths)
 
     def __getitem__(self, index: int) -> State:  # type: ignore[override]  # never sliced
-        entry = self.entries[index]
-        return load_file(entry) if isinstance(entry, Path) else entry
+        return load_file(self._paths[index])
 
 
 def _distance(first: State, state: State, names: list[str]) -> float:
@@ -154,7 +145,7 @@ def measure_trajectory(context: MetricContext) -> Trajectory:
 
     def measure(found: Checkpoints) -> Trajectory:
         try:
-            return _trajectory_of(run, found, None, "model")
+            return _trajectory_of(run, found)
         except InputError as error:
             raise NotApplicable(str(error)) from None
 

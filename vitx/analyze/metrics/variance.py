@@ -10,7 +10,7 @@ from vitx.analyze.intervals import Measured, ends_text, layer_intervals
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
 from vitx.analyze.spectrum import feature_variances
-from vitx.analyze.steps import MapSamples, steps_along, steps_text
+from vitx.analyze.steps import MapSamples, steps_text
 from vitx.analyze.units import Kind
 from vitx.core.panels import WIDTH, Results, panels
 
@@ -47,7 +47,7 @@ class VarianceMetric:
         if not values:
             raise NotApplicable("no unit has a square feature map as its output")
         ordered = {name: values[name] for name in self._kinds if name in values}
-        steps = steps_along(ordered, maps.sizes, maps.before.values(), maps.sizes_before)
+        steps = maps.steps(ordered, maps.before.values())
         return Variance(
             variance={name: float(found.mean()) for name, found in ordered.items()},
             kinds={name: self._kinds[name] for name in ordered},
