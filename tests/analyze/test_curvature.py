@@ -243,6 +243,8 @@ def test_batches_of_images_that_are_listed_by_class_are_of_most_classes() -> Non
     together = [label for labels in batches for label in labels]
     assert sorted(together) == by_class.evenly_spaced(96).labels.tolist()
     assert [labels.tolist() for _, labels in augmented_batches(context)] == batches
+    few = MetricContext(source, by_class.first(33), AnalysisOptions())
+    assert [len(labels) for _, labels in augmented_batches(few)] == [11] * 3
 
 
 def test_the_interval_of_a_share_of_two_batches_is_of_shares() -> None:

@@ -154,7 +154,9 @@ def augmented_batches(context: MetricContext) -> Iterator[tuple[Tensor, Tensor]]
     generator = torch.Generator().manual_seed(options.seed)
     device = next(source.model.parameters()).device
     max_shift = max(1, source.preprocessing.image_size // 8)
-    batches = chosen.batches(source.preprocessing, options.batch_size)
+    # Sizes that differ by a few at most: the Hessian of a last batch of one image would count like that of a whole one.
+    size = -(-len(chosen) // -(-len(chosen) // options.batch_size))
+    batches = chosen.batches(source.preprocessing, size)
     for _, pixels, labels in labelled_batches(batches, chosen.labels):
         inputs = image_tensor(pixels, source.preprocessing.mean, source.preprocessing.std)
         padded, side = F.pad(inputs, (max_shift,) * 4, mode="reflect"), inputs.shape[-1]

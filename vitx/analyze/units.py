@@ -17,7 +17,7 @@ from timm.models.mvitv2 import MultiScaleBlock
 from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock
-from timm.models.vision_transformer import ResPostBlock
+from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock
 from timm.models.volo import ClassBlock
 from timm.models.xcit import ClassAttentionBlock, XCABlock
@@ -72,19 +72,6 @@ def units_with_streams(model: nn.Module) -> list[Unit]:
     return [unit for unit in residual_units(model) if unit.stream_module is not None]
 
 
-def first_block(model: nn.Module) -> nn.Module | None:
-    """The first block or unit whose stream can be read: its input is the embedding."""
-    observed = {unit.name for unit in units_with_streams(model)}
-    return next(
-        (
-            module
-            for name, module in model.named_modules()
-            if any(unit.name in observed for unit in _units_of(name, module))
-        ),
-        None,
-    )
-
-
 def _units_of(name: str, module: Any) -> Iterator[Unit]:
     if isinstance(module, PreActivationUnit):
         kind: Kind = "attention" if isinstance(module, AttentionUnit) else "convolution"
@@ -100,6 +87,10 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         yield Unit(f"{name}.attn", "attention", module.attn, module.cpe2, "input")
         yield Unit(f"{name}.cpe2", "convolution", module.cpe2.act, module.cpe2)
         yield Unit(f"{name}.mlp", "mlp", module.mlp, module, layer=name)
+    elif isinstance(module, ParallelScalingBlock) and module.out_proj is None:
+        # Both branches add to one shortcut at once: no stream is of one alone.
+        yield Unit(f"{name}.attn", "attention", module.attn_out_proj, None)
+        yield Unit(f"{name}.mlp", "mlp", module.mlp_out_proj, None, layer=name)
     elif isinstance(module, MultiScaleBlock | ClassAttentionBlock):
         return  # a shortcut pools and projects, or is the normalised token: none of the branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
