@@ -147,30 +147,6 @@ def test_a_block_without_its_branches_is_its_shortcut(name: str) -> None:
         assert torch.equal(middle.reshape(before.shape), before), attention.name
 
 
-def test_branches_that_add_to_one_shortcut_at_once_have_lesions_and_no_streams() -> None:
-    """Those of timm's ParallelScalingBlock; the differential one joins them in one product, and has no units."""
-    small: dict[str, Any] = {"img_size": 32, "num_classes": 10, "depth": 2, "embed_dim": 64, "num_heads": 2}
-    model: Any = timm.create_model("vit_pwee_patch16_reg1_gap_256", **small)
-    randomize_like_trained(model).eval()
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    attention, mlp = residual_units(model)[:2]
-    assert [unit.name for unit in residual_units(model)] == [
-        f"blocks.{n}.{part}" for n in (0, 1) for part in ("attn", "mlp")
-    ]
-    assert (attention.layer, mlp.layer) == (None, "blocks.0")
-    found = lesion_study(model, DIGITS.first(4), Preprocessing(image_size=32), quiet=True)
-    assert (len(found.units), [*found.depth]) == (4, ["blocks.0", "blocks.1"])
-    for removed in ([attention], [mlp], [attention, mlp]):
-        hooks = [unit.branch.register_forward_hook(lambda _module, _inputs, output: 0 * output) for unit in removed]
-        with torch.inference_mode():
-            tokens = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
-            assert torch.equal(model.blocks[0](tokens), tokens) == (len(removed) == 2)
-            assert model(images).isfinite().all()
-        for hook in hooks:
-            hook.remove()
-    assert residual_units(timm.create_model("vit_dpwee_patch16_reg1_gap_256", **small)) == []
-
-
 def test_a_network_whose_shortcuts_pool_has_no_units() -> None:
     """MViT v2; its blocks also give a tuple, the stream and its size."""
     model = timm.create_model("mvitv2_tiny", img_size=32, num_classes=10).eval()
