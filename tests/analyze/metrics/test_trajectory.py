@@ -100,7 +100,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="different networks: 'b' is not in all of them in the same shape"):
         polar_trajectory([state(1, 1), state(2, 1, 3)])
     run = run_with(tmp_path, {1: 0.0})
-    with pytest.raises(InputError, match="1 checkpoint of a training: a trajectory needs the first and the last"):
+    with pytest.raises(InputError, match="holds 1 checkpoint: a trajectory needs the weights it began with"):
         run_trajectory(run)
     (run.path / "checkpoints" / "epoch-0001" / "ema.safetensors").write_bytes(b"broken")
     with pytest.raises(InputError, match="is corrupt"):

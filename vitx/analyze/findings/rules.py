@@ -73,9 +73,9 @@ def _miscalibration(found: Confidence, _subjects: Sequence[str]) -> Finding | No
         return None
     one_way = abs(found.signed_ece) > found.ece / 2
     how = ("overconfident" if found.signed_ece < 0 else "underconfident") if one_way else "miscalibrated both ways"
-    interval = found.interval("ece")
+    mean, interval = found.accuracy - found.signed_ece, found.interval("ece")
     return _finding(
-        statement=f"Miscalibrated: the network is {how}; mean confidence {100 * _mean_confidence(found):.1f} %, "
+        statement=f"Miscalibrated: the network is {how}; mean confidence {100 * mean:.1f} %, "
         f"accuracy {100 * found.accuracy:.1f} %.",
         effect=100 * found.ece,
         interval=None if interval is None else (100 * interval[0], 100 * interval[1]),
@@ -84,10 +84,6 @@ def _miscalibration(found: Confidence, _subjects: Sequence[str]) -> Finding | No
             *(100 * x for x in found.null_ece)
         ),
     )
-
-
-def _mean_confidence(found: Confidence) -> float:
-    return found.accuracy - found.signed_ece
 
 
 def _costless(removals: Mapping[str, Removal], images: int) -> dict[str, float]:

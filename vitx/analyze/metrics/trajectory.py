@@ -73,6 +73,10 @@ def run_trajectory(run: RunFolder) -> Trajectory:
 
 
 def _trajectory_of(run: RunFolder, found: Checkpoints) -> Trajectory:
+    if len(found) < 2:
+        raise InputError(
+            f"run '{run.path}' holds {len(found)} checkpoint: a trajectory needs the weights it began with, or another"
+        )
     states = _LazyStates([folder / "model.safetensors" for _, folder in found])
     names = {name for name, _ in build_model(run.info.model).named_parameters()}
     return polar_trajectory(states, names=names, steps=[state.step for state, _ in found])
