@@ -61,7 +61,7 @@ def test_a_rate_without_arrivals_is_refused(rate: float) -> None:
 
 
 def test_a_refused_request_is_infinitely_late() -> None:
-    result = OpenLoopRun(10.0, (0.3, 0.1, 0.2), refused=1, late=0.0, elapsed=1.0)
+    result = OpenLoopRun((0.3, 0.1, 0.2), refused=1, late=0.0, elapsed=1.0)
     assert [result.percentile(share) for share in (0.25, 0.5, 0.75)] == [0.1, 0.2, 0.3]
     assert result.percentile(0.99) == math.inf
     assert result.images_per_second == 3

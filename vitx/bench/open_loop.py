@@ -29,14 +29,13 @@ MOST_ARRIVALS = 1_000_000  # half a minute of the generator's work, if it need n
 
 @dataclass(frozen=True)
 class OpenLoopRun:
-    """One open-loop run at `rate` requests a second. Times in seconds.
+    """One open-loop run. Times in seconds.
 
     latencies: of the answered requests, from scheduled arrival to answer. refused: requests that found the queue full.
     late: 99th percentile of how long after its schedule a request entered the queue; it is part of the latency, and
     shows when the generator, not the model, is the limit.
     """
 
-    rate: float
     latencies: tuple[float, ...]
     refused: int
     late: float
@@ -113,9 +112,8 @@ class _OpenLoop:
         elapsed = time.monotonic() - start
         await batcher.close()
         generator.join()
-        rate = len(self._arrivals) / max(self._arrivals[-1], 1e-9)
         late = percentiles(self._lateness, (0.99,))[0.99]
-        return OpenLoopRun(rate, tuple(self._latencies), self._refused, late, elapsed)
+        return OpenLoopRun(tuple(self._latencies), self._refused, late, elapsed)
 
     def _send(self, batcher: Batcher, index: int, due: float) -> None:
         self._lateness.append(time.monotonic() - due)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import numpy as np
-
 from vitx.bench.open_loop import OpenLoopRun, poisson_arrivals, run_open_loop
 from vitx.bench.timing import Lane, percentiles
 from vitx.core.errors import CheckFailed, unknown_name
@@ -139,8 +137,7 @@ def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Scen
 
 def run_at_rate(infer: Infer, images: UInt8Array, rate: float, settings: ScenarioSettings) -> OpenLoopRun:
     """One open-loop run at `rate` images a second."""
-    arrivals = poisson_arrivals(rate, settings.seconds)
-    return run_open_loop(infer, images, list(map(float, np.asarray(arrivals))), settings.batching)
+    return run_open_loop(infer, images, poisson_arrivals(rate, settings.seconds).tolist(), settings.batching)
 
 
 def largest_passing(passes: Callable[[float], bool], low: float, high: float) -> float | None:

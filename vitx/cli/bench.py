@@ -63,7 +63,7 @@ def _sweep(request: "BenchRequest", options: BenchOptions, *, as_json: bool, qui
 
 
 def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
-    from vitx.core.console import print_table
+    from vitx.core.console import counted, print_table
 
     columns = ("runtime", "threads", "batch", "median ms", "p95 ms", "p99 ms", "images/s", "compute", "memory", "limit")
     rows = [
@@ -89,7 +89,7 @@ def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
             print(
                 f"100 % for {name} ({latency.runtime['provider']}): "
                 f"{roof.flops_per_second / 1e9:.4g} GFLOP/s ({roof.dtype}), "
-                f"{roof.bytes_per_second / 1e9:.3g} GB/s, {roof.threads} threads{call}"
+                f"{roof.bytes_per_second / 1e9:.3g} GB/s, {counted(roof.threads, 'thread')}{call}"
             )
 
 
