@@ -305,7 +305,7 @@ def _anti_oversmoothing(name: str) -> Recipe:
     dropout = dict.fromkeys(("pos_drop_rate", "proj_drop_rate"), 0.2) if deep else {}
     model = name.replace("-s-", "_small_")
     recipe = _on_imagenet(name, model, {"drop_path_rate": 0.1, **dropout}, epochs=500, min_lr=1e-5)
-    return recipe.model_copy(update={"batch_size": 512 if deep else 1024})
+    return recipe.changed({"batch_size": 512 if deep else 1024})
 
 
 def _deepvit(name: str, model: str) -> Recipe:
