@@ -3,11 +3,12 @@
 import json
 import math
 import os
+import socket
 import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -113,6 +114,24 @@ def test_a_refused_image_is_named_with_the_server_s_words(refusal: object, words
     with refusing as (url, _), pytest.raises(CheckFailed) as caught:
         classify_all(url, numbered_images([0] * 9, CLASSES), quiet=True)
     assert str(caught.value) == f"the server refused image 8: 400 {words}"
+
+
+def test_a_server_that_ends_meanwhile_is_one_error() -> None:
+    images, reached = numbered_images([0] * 10, CLASSES), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            with suppress(OSError):  # the listener is closed
+                while True:
+                    listener.accept()[0].close()
+                    reached.set()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EnvironmentMissing, match=f"^the server at {url} gave no answer to image 0: it has ended"):
+            classify_all(url, images, quiet=True)
+        assert reached.is_set()
 
 
 def test_failures_at_the_limits_and_one_float_beyond() -> None:

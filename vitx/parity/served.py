@@ -89,7 +89,7 @@ def compare_served(
 def classify_all(url: str, images: ImageSet, *, quiet: bool = False) -> Float64Array:
     """Log probabilities float64 (n, C) of the server's answers, in the order of the images.
 
-    Raises CheckFailed, with the server's words, when it refuses an image.
+    Raises CheckFailed, with the server's words, when it refuses an image, EnvironmentMissing when it gives no answer.
     """
     shares = [range(start, len(images), CONNECTIONS) for start in range(min(CONNECTIONS, len(images)))]
     result = np.empty((len(images), len(images.class_names)))
@@ -108,10 +108,15 @@ def _classify(url: str, images: ImageSet, rows: Sequence[int]) -> list[Float64Ar
     with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REQUEST_SECONDS)) as connection:
         answers = []
         for row in rows:
-            headers = {"Content-Type": "application/octet-stream"}
-            connection.request("POST", f"/v1/classify?top_k={classes}", images.read(row), headers)
-            reply = connection.getresponse()
-            body = json.loads(reply.read())
+            image, headers = images.read(row), {"Content-Type": "application/octet-stream"}
+            try:
+                connection.request("POST", f"/v1/classify?top_k={classes}", image, headers)
+                reply = connection.getresponse()
+                body = json.loads(reply.read())
+            except (OSError, http.client.HTTPException) as error:
+                raise EnvironmentMissing(
+                    f"the server at {url} gave no answer to {images.keys[row]}: it has ended, or hangs ({error!r:.80})"
+                ) from None
             if reply.status != 200:
                 raise CheckFailed(f"the server refused {images.keys[row]}: {reply.status} {body.get('error', '')}")
             scores = np.zeros(classes)
