@@ -174,6 +174,12 @@ def test_what_is_no_token_is_said_and_not_printed(option: str, tmp_path: Path, v
     assert err.startswith(f"error: the token in '{tmp_path / 'token'}' is not 16 or more visible ASCII characters")
 
 
+def test_an_answer_that_does_not_end(vitx: Vitx) -> None:
+    with answering({"/v1/stats": b" " * (65 * 2**20)}) as (url, _):
+        code, _, err = vitx("top", url, "--once")
+    assert (code, "its answer to /v1/stats does not end" in err) == (3, True)
+
+
 @contextmanager
 def answering(bodies: dict[str, bytes], location: str = "") -> Iterator[tuple[str, list[Message]]]:
     """(URL of a server with these answers by path, the heads it got); with `location` it points there."""

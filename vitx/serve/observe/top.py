@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from math import inf
 from typing import Any
 from urllib import request as web
@@ -20,6 +20,7 @@ from vitx.core.urls import is_http
 Labels = frozenset[tuple[str, str]]
 
 _TIMEOUT_SECONDS = 5.0
+_MOST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,11 @@ class ServerClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             with self._opener.open(web.Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
-                return bytes(reply.read())
+                if len(answer := reply.read(_MOST_BYTES + 1)) > _MOST_BYTES:
+                    raise self._not_vitx(f"its answer to {path} does not end")
+                if reply.length:  # `read` with a limit does not say so itself
+                    raise IncompleteRead(answer, reply.length)
+                return bytes(answer)
         except HTTPError as error:
             with error:
                 if error.code == 401:
