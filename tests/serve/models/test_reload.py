@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -130,6 +131,20 @@ def test_a_watched_bundle_is_loaded_when_it_is_replaced(tmp_path: Path) -> None:
         replace_bundle(bundle.path, fault="drift")  # another model: its logits are 3e-4 higher
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
         assert np.subtract(logits(server), before) == pytest.approx([3e-4] * 4, abs=5e-5)
+
+
+def test_a_watched_folder_with_a_version_twice_is_said_once(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    with running_server("--repository", tmp_path, "--allow-uncertified", "--watch") as server:
+        write_bundle(tmp_path / "tiny" / "1", name="tiny")
+        stays = "vitx: the models stay as they are: "
+        first = next(line for line in server.process.stderr if line.startswith(stays))
+        assert " are both version 1 of 'tiny': remove one of them" in first
+        time.sleep(2.5)  # it has looked twice again
+        logits(server)
+        shutil.rmtree(tmp_path / "tiny.vitx")
+        loaded = next(line for line in server.process.stderr if not line.startswith("warning: "))
+        assert loaded.startswith("vitx: model 'tiny' loaded from ")
 
 
 def test_a_bundle_in_a_mounted_volume_is_served_and_watched(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class Repository:
         options = loader.options
         given, self._folder, self._policies = options.bundles, options.repository, options.versions
         self._given = {offer.key: offer.given for offer in offers if offer.given in given}
+        self._unseen = ""  # why the folder could not be read
         self._known = self._states() | {offer.key: offer.states for offer in offers}  # the last that was looked at
         self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
@@ -193,10 +194,14 @@ class Repository:
         return self._given if self._folder is None else {**bundles_in(self._folder, self._policies), **self._given}
 
     def _seen(self) -> dict[ModelKey, Path]:
-        """As `_bundles`; while the folder is missing, which may be temporary, only the given bundles."""
+        """As `_bundles`; while the folder is missing or inconsistent, which is logged once, only the given bundles."""
         try:
-            return self._bundles()
-        except (InputError, OSError):
+            found, self._unseen = self._bundles(), ""
+            return found
+        except (InputError, OSError) as error:
+            if self._unseen != str(error):
+                log(f"vitx: the models stay as they are: {error}")
+            self._unseen = str(error)
             return self._given
 
     def _states(self) -> dict[ModelKey, FileStates]:
@@ -208,8 +213,8 @@ def check_contract(old: Bundle, new: Bundle) -> None:
     was, now = Contract.of(old.manifest), Contract.of(new.manifest)
     lost = {spec.name for spec in old.manifest.outputs} - {spec.name for spec in new.manifest.outputs}
     same = {"tensors": was == now, "labels": old.manifest.labels == new.manifest.labels, "outputs": not lost}
-    for what in same:
-        if not same[what]:
+    for what, unchanged in same.items():
+        if not unchanged:
             text = f"the {what} of {new.path} are not those of the model that runs"
             raise CheckFailed(f"{text}: unload that one first, or give this one another name")
 
