@@ -1,10 +1,12 @@
-"""Claims the listening socket, before anything is loaded."""
+"""Claims the listening socket, before anything is loaded, and says how to reach it."""
 
 import errno
 import socket
 import sys
 
+from vitx.core.console import log_next
 from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.serve.options import ServeOptions
 
 
 def claim_port(host: str, port: int, option: str = "--port", *, shared: bool = False) -> socket.socket:
@@ -50,3 +52,10 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def log_next_call(url: str, options: ServeOptions, model: str | None) -> None:
+    """Log the command that classifies an image; `model`: one of several."""
+    bearer = ("-H", "Authorization: Bearer TOKEN") if options.token_file else ()
+    url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:") + "/v1/classify"
+    log_next("curl", *bearer, "--data-binary", "@IMAGE", url + (f"?model={model}" if model else ""))

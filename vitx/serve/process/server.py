@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from vitx.core.console import log, log_next
+from vitx.core.console import log
 from vitx.core.errors import InputError, naming_extra
 from vitx.serve.callbacks import start_kept
 from vitx.serve.http.app import App
@@ -25,7 +25,7 @@ from vitx.serve.observe.access_log import AccessLog
 from vitx.serve.observe.metrics import merged
 from vitx.serve.observe.request_record import RequestObserver
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.port import claim_port, url_of
+from vitx.serve.process.port import claim_port, log_next_call, url_of
 from vitx.serve.process.process_settings import configure_process
 from vitx.serve.process.shared_repository import SharedRepository
 from vitx.serve.process.supervisor import WorkerLink, worker_link
@@ -197,9 +197,7 @@ class Server:
         print(f"vitx: serving {', '.join(names)} on {url}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
-        bearer = ("-H", "Authorization: Bearer TOKEN") if self._options.token_file else ()
-        url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:") + "/v1/classify"
-        log_next("curl", *bearer, "--data-binary", "@IMAGE", url + f"?model={names[0]}" * (len(names) > 1))
+        log_next_call(url, self._options, names[0] if len(names) > 1 else None)
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._draining is not None and self._link is None:  # a parent kills its workers itself

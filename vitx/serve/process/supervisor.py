@@ -15,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.machine import require_socket_folder
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.port import address_of, claim_port, hold_shared_port, url_of
+from vitx.serve.process.port import address_of, claim_port, hold_shared_port, log_next_call, url_of
 from vitx.serve.process.siblings import LONGEST_SOCKET, Siblings
 
 ENVIRONMENT = "VITX_WORKER"
@@ -94,7 +96,9 @@ def supervise(options: ServeOptions) -> int:
             serving += f"\nvitx: gRPC on {address_of(holder)}"
             grpc_port = holder.getsockname()[1]
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vitx-"))
-        return asyncio.run(_Supervisor(listener, options.workers, serving, grpc_port, Path(folder)).run())
+        several = options.repository is not None or len(options.bundles) > 1
+        say_next = partial(log_next_call, url, options, "NAME" if several else None)
+        return asyncio.run(_Supervisor(listener, options.workers, serving, say_next, grpc_port, Path(folder)).run())
 
 
 @dataclass
@@ -102,6 +106,7 @@ class _Supervisor:
     listener: socket.socket
     count: int
     serving: str  # printed when all are warm
+    say_next: Callable[[], None]  # called then
     grpc_port: int  # that the workers share, 0 for none
     folder: Path
     workers: list[_Worker] = field(default_factory=list)
@@ -168,6 +173,7 @@ class _Supervisor:
         elif not self.announced and all(each.ready for each in self.workers):
             self.announced = True
             print(self.serving, flush=True)
+            self.say_next()
         self._replace_next()
 
     def _on_death(self, worker: _Worker) -> None:
