@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from batcher_by_hand import Asked, counts, images, made, now, numbers, pending, run, seven_together
 
-from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError
+from vitx.serve.errors import DeadlineMissed, QueueFull
 from vitx.serve.observe.model_statistics import BatchTimes
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 
@@ -256,20 +256,6 @@ def test_refusals_count_the_queue_and_say_when_it_will_be_served() -> None:
         assert isinstance(refusal, QueueFull)
         assert str(refusal) == "queue full: 5 of 5 images are waiting; try again in 3 s"  # 1 s, then a batch of 2 s
         assert (refusal.retry_after, refusal.status, refusal.reason) == (3, 429, "queue_full")
-
-    run(test)
-
-
-def test_a_request_with_an_unknown_priority_is_counted_as_failed() -> None:
-    async def test() -> None:
-        batcher, _ = made()
-        for priority in (-1, 4, 10**30):
-            with pytest.raises(RequestError) as error:
-                batcher.enqueue(images(1), lambda logits: None, priority=priority)
-            assert str(error.value) == (
-                f"priority is {str(priority)[:20]}: expected 0 (the default) or 1 (the highest) to 3"
-            )
-        assert counts(batcher) == (0, 3)
 
     run(test)
 

@@ -1,11 +1,9 @@
 """The queue alone: its order, its counts, and parts that are equal in all they hold and yet two."""
 
 import numpy as np
-import pytest
 
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.batching.request_queue import Batch, RequestPart, RequestQueue, priority_level
-from vitx.serve.errors import RequestError
+from vitx.serve.batching.request_queue import Batch, RequestPart, RequestQueue
 
 IMAGES: UInt8Array = np.zeros((2, 1, 1, 3), np.uint8)
 
@@ -53,19 +51,6 @@ def test_a_batch_has_no_moments_before_it_runs() -> None:
     batch = Batch([part()], 1, np.asarray)
     assert (batch.started, batch.logits, batch.error, batch.died) == (None, None, None, False)
     assert batch != Batch(batch.parts, 1, np.asarray), "a batch is equal to itself alone"
-
-
-@pytest.mark.parametrize(("priority", "level"), [(0, 2), (1, 1), (2, 2), (3, 3)])
-def test_the_default_priority_is_the_middle_level(priority: int, level: int) -> None:
-    assert priority_level(priority) == level
-
-
-@pytest.mark.parametrize("priority", [-1, 4])
-def test_an_unknown_priority_is_named(priority: int) -> None:
-    with pytest.raises(
-        RequestError, match=rf"^priority is {priority}: expected 0 \(the default\) or 1 \(the highest\)"
-    ):
-        priority_level(priority)
 
 
 def test_levels_leave_in_their_order_and_rows_are_counted_by_level() -> None:

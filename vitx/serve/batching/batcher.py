@@ -18,14 +18,13 @@ import numpy as np
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import Batch, Images, Infer, RequestPart, RequestQueue, ignore, priority_level
+from vitx.serve.batching.request_queue import DEFAULT_PRIORITY, Batch, Images, Infer, RequestPart, RequestQueue, ignore
 from vitx.serve.batching.size_search import size_search
 from vitx.serve.callbacks import awaited, batch_of_replies, settle
 from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError, inference_failed, unavailable
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes, ModelStatistics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
-from vitx.serve.options import ServeOptions
 
 _LAG_RATE = 0.1  # weight of the newest batch in the mean time from a batch's end to its replies
 _WAKE_UP_SECONDS = 0.005  # of a timer, a thread and a reply together, on a busy machine
@@ -44,7 +43,7 @@ class Batcher:
     def __init__(
         self,
         infer: Infer,
-        batching: Batching | None = None,
+        batching: Batching,
         *,
         curve: LatencyCurve | None = None,
         on_batch: Callable[[BatchTimes], None] = ignore,
@@ -54,7 +53,7 @@ class Batcher:
 
         under_load: runs the batches that others are beside, by default `infer` too.
         """
-        self.batching = batching or ServeOptions().batching
+        self.batching = batching
         self.statistics = ModelStatistics()
         self.curve = curve or LatencyCurve()
         self._on_batch = on_batch
@@ -70,7 +69,6 @@ class Batcher:
         next(self._search)
         self._enough = self.full_batch  # rows of a batch that is sent at once: full, or so many that one can stand by
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0  # kept here: uvloop's handle of a timer below one millisecond has no `when`
         self._closed = False
         self._drained = asyncio.Event()
         self._infer, self._under_load = infer, under_load or infer
@@ -86,7 +84,7 @@ class Batcher:
 
         priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; None: it may take any time.
         Cancelling removes images that do not run yet. Raises QueueFull, DeadlineMissed, why an image cannot be read,
-        or RequestError: 400 for an unknown priority, 500 where the model raises, 503 after `close`.
+        or RequestError: 500 where the model raises, 503 after `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
         submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)
@@ -99,9 +97,8 @@ class Batcher:
         self, images: Images, on_logits: OnLogits, *, priority: int = 0, deadline: float | None = None
     ) -> "Submission":
         """`submit` with a callback, which runs on the event loop. Raises QueueFull, DeadlineMissed or RequestError."""
-        now, rows = time.monotonic(), len(images)
+        now, rows, level = time.monotonic(), len(images), priority or DEFAULT_PRIORITY
         try:
-            level = priority_level(priority)
             deadline = self._admit(rows, level, deadline, now)
         except RequestError:
             self.statistics.add_request(time.monotonic() - now, failed=True)
@@ -203,7 +200,8 @@ class Batcher:
                 if len(self._running) >= self.batching.instances:  # none is idle
                     return
                 if not timer_fired and not self._worth_sending() and (left := self._may_wait()) > 0:
-                    self._set_timer(left)
+                    self._stop_timer()
+                    self._timer = self._loop.call_later(left, self._on_timer)
                     return
             self._send_batch()
             timer_fired = False
@@ -224,24 +222,16 @@ class Batcher:
         """Rows of one batch when `rows` are queued: a full batch, or an equal share for each idle instance."""
         return min(self.full_batch, math.ceil(rows / max(1, self.batching.instances - len(self._running))))
 
-    def _set_timer(self, seconds: float) -> None:
-        """Wake up in `seconds`; a timer that is set to an earlier moment stays."""
-        due = self._loop.time() + seconds
+    def _stop_timer(self) -> None:
         if self._timer is not None:
-            if self._timer_due <= due:
-                return
             self._timer.cancel()
-        self._timer, self._timer_due = self._loop.call_later(seconds, self._on_timer), due
 
     def _on_timer(self) -> None:
-        self._timer = None
         self._send_due_batches(timer_fired=not self._queue.rows or self._may_wait() <= _TIMER_GRAIN)
 
     def _send_batch(self) -> None:
         """Hand the next batch to the threads: a full one, or a smaller one where a deadline needs it."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         now = time.monotonic()
         rows_now = float(self._queue.rows + self.running)
         decayed = self._concurrent_rows + (rows_now - self._concurrent_rows) / 4

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
-from vitx.serve.errors import RequestError
 
 Infer = Callable[[UInt8Array], Float32Array]
 # Uint8 (N, S, S, 3), or (1, S, S, 3) each; or one that the thread of its batch decodes: to (1, S, S, 3), or why not.
@@ -17,14 +16,6 @@ Images = UInt8Array | tuple[UInt8Array, ...] | list[Callable[[], UInt8Array | Ex
 PRIORITY_LEVELS = 3
 DEFAULT_PRIORITY = 2
 PATIENCE = 1.0
-
-
-def priority_level(priority: int) -> int:
-    """The level (1 to 3) of Triton's `priority`, where 0 is the default; raise RequestError for an unknown priority."""
-    if not 0 <= priority <= PRIORITY_LEVELS:
-        known = f"0 (the default) or 1 (the highest) to {PRIORITY_LEVELS}"
-        raise RequestError(f"priority is {str(priority)[:20]}: expected {known}")
-    return priority or DEFAULT_PRIORITY
 
 
 @dataclass(eq=False, slots=True)

@@ -152,14 +152,13 @@ class Decoder:
 
     def _work(self, decode: Decode) -> None:
         """A thread: decode until closed. While it waits it has no image."""
-        while (taken := self._next()) is not None:
+        while True:
+            with self._changed:
+                taken = self._changed.wait_for(lambda: self._closed or self._take())
+            if not isinstance(taken, tuple):
+                return
             self._run(decode, *taken)
             del taken
-
-    def _next(self) -> tuple[_Job, bytes] | None:
-        with self._changed:
-            taken = self._changed.wait_for(lambda: self._closed or self._take())
-        return taken if isinstance(taken, tuple) else None
 
     def _run(self, decode: Decode, job: _Job, data: bytes) -> None:
         result = self._result(decode, data, job.preprocessing, self._max_pixels if job.large else _SMALL_PIXELS)

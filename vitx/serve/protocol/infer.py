@@ -43,6 +43,7 @@ FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
 # Headers with these are not cached: shared-memory regions come and go, pixels are cut out, an escape can hide both.
 _NOT_CACHED = (b"shared_memory", b'"data"', b"\\")
+_NO_IMAGES = np.empty(0, np.uint8)
 
 
 class Contract(NamedTuple):
@@ -152,12 +153,7 @@ class ParsedHeader(NamedTuple):
     shape: tuple[int, ...]
     size: object  # the input's binary_data_size, unchecked
     region: Region | None
-    id: str | None
-    priority: int
-    timeout: float | None
-    outputs: tuple[RequestedOutput, ...]
-    further: bool
-    texts: int
+    asked: InferRequest  # what is asked for, without images
 
     @classmethod
     def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "ParsedHeader":
@@ -174,14 +170,14 @@ class ParsedHeader(NamedTuple):
         widths = contract.widths()
         texts = sum(each.top_k or widths[each.name] * (not (each.binary or each.region)) for each in outputs) * shape[0]
         check_most(texts, MOST_TEXTS, TEXTS)
-        return cls(tensor, shape, size, region, request_id, priority, timeout, outputs, further, texts)
+        asked = InferRequest(_NO_IMAGES, outputs, request_id, further, priority, timeout, texts)
+        return cls(tensor, shape, size, region, asked)
 
     def request(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview = b""
     ) -> InferRequest:
         """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
-        images = self._images(rest, contract, memory, data)
-        return InferRequest(images, self.outputs, self.id, self.further, self.priority, self.timeout, self.texts)
+        return self.asked._replace(images=self._images(rest, contract, memory, data))
 
     def _images(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview

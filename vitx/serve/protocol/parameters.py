@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vitx.serve.batching.request_queue import priority_level
+from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.protocol.shared_memory import MemoryRegion
 
@@ -105,7 +105,9 @@ def request_parameters(header: Mapping[str, Any]) -> tuple[bool, int, float | No
     """Whether outputs are binary by default, the priority, and the timeout in seconds (Triton's: µs, 0 is none)."""
     parameters = known_parameters(header, "request", ("binary_data_output", "priority", "timeout"))
     timeout, priority = count(parameters, "timeout"), count(parameters, "priority")
-    priority_level(priority)  # refuses an unknown priority before the pixels are read
+    if priority > PRIORITY_LEVELS:
+        known = f"0 (the default) or 1 (the highest) to {PRIORITY_LEVELS}"
+        raise RequestError(f"priority is {str(priority)[:20]}: expected {known}")
     return flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
 
 
