@@ -349,10 +349,10 @@ class Submission:
             on_logits = self._on_logits
             self.cancel(counted=part.unread is None)
             on_logits(part.error)
-        elif (logits := self._joined_logits()) is not None:
+        elif len(found := [part.logits for part in self.parts if part.logits is not None]) == len(self.parts):
             self._batcher.statistics.add_request(time.monotonic() - self._arrived)
             on_logits, self._on_logits = self._on_logits, ignore
-            on_logits(logits)
+            on_logits(found[0] if len(found) == 1 else np.concatenate(found))
 
     def cancel(self, *, counted: bool = True) -> None:
         """Remove rows from the queue that do not run yet; the callback is not called."""
@@ -360,13 +360,6 @@ class Submission:
         if counted:
             self._batcher.statistics.add_request(time.monotonic() - self._arrived, failed=True)
         self._batcher.drop(self.parts)
-
-    def _joined_logits(self) -> Float32Array | None:
-        """The logits (N, C) of the whole request, or None while a part has none."""
-        if len(self.parts) == 1:
-            return self.parts[0].logits
-        done = [part.logits for part in self.parts if part.logits is not None]
-        return np.concatenate(done) if len(done) == len(self.parts) else None
 
 
 def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:

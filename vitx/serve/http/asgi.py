@@ -3,7 +3,7 @@
 import asyncio
 import json
 import zlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,11 +94,8 @@ def _accepted_encoding(accepted: str) -> str | None:
 
 def header(scope: Scope, name: bytes) -> str | None:
     """The first header of this lower-case name."""
-    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    for key, value in headers:
-        if key == name:
-            return value.decode("latin-1")
-    return None
+    found: bytes | None = next((value for key, value in scope["headers"] if key == name), None)
+    return None if found is None else found.decode("latin-1")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
