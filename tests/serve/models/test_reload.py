@@ -137,6 +137,7 @@ def test_a_watched_folder_with_a_version_twice_is_said_once(tmp_path: Path) -> N
     write_bundle(tmp_path / "tiny.vitx", name="tiny")
     with running_server("--repository", tmp_path, "--allow-uncertified", "--watch") as server:
         write_bundle(tmp_path / "tiny" / "1", name="tiny")
+        assert server.process.stderr is not None
         stays = "vitx: the models stay as they are: "
         first = next(line for line in server.process.stderr if line.startswith(stays))
         assert " are both version 1 of 'tiny': remove one of them" in first

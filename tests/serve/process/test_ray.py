@@ -128,6 +128,9 @@ def test_answers_are_the_sessions(server: ServerProcess, certified_original: Bun
 
 def test_the_settings_reach_ray(server: ServerProcess) -> None:
     assert server.line == f"vitx: serving tiny on http://{server.url}"
+    assert server.process.stderr is not None
+    following = next(line for line in server.process.stderr if line.startswith("next: "))
+    assert following == f"next: curl --data-binary @IMAGE http://{server.url}/v1/classify\n"
     found = serve_client().get_serve_details()["applications"]["vitx"]["deployments"]["Replica"]["deployment_config"]
     scaling = found["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 3)

@@ -55,6 +55,7 @@ def reporting(server: ServerProcess) -> float:
 def test_a_killed_worker_loses_only_what_it_held_and_is_replaced(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
         assert server.line.startswith("vitx: serving with 2 workers on http://127.0.0.1:")
+        assert server.process.stderr is not None
         following = next(line for line in server.process.stderr if line.startswith("next: "))
         assert following == f"next: curl --data-binary @IMAGE {server.line.split()[-1]}/v1/classify\n"
         before = workers_of(server)

@@ -15,7 +15,7 @@ from vitx.core.console import log
 from vitx.core.machine import describe_machine
 from vitx.core.ray_connection import LOCAL, joined
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.port import claim_port
+from vitx.serve.process.port import claim_port, log_next_call
 from vitx.serve.ray_app import application, checked
 
 APPLICATION = "vitx"
@@ -37,6 +37,7 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
         try:
             serve.run(deployed, name=APPLICATION)
             print(f"vitx: serving {names} on {url}", flush=True)
+            log_next_call(url, options, "NAME" if len(options.bundles) > 1 else None)
             threading.Event().wait()
         except RuntimeError:  # its text says less than the deployment's
             message = serve.status().applications[APPLICATION].deployments["Replica"].message
