@@ -199,6 +199,40 @@ def test_what_a_full_disk_does_not_take_is_said(
     assert "parity: pass: 0 of 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [{}, {"runtime": "openvino"}])
+@pytest.mark.parametrize("change", ["edited", "cut short"])
+def test_what_an_edited_certificate_says_is_not_sealed_anew(
+    models: Models, capsys: pytest.CaptureFixture[str], change: str, options: dict[str, Any]
+) -> None:
+    """A verdict on another runtime, or the list of the others, sealed it again: the edit passed for a measurement."""
+    certificate = checked().certificate
+    path = models.bundle.path / CERTIFICATE
+    forged = certificate.executables[0].executable.model_copy(update={"runtime": "forged"})
+    verdicts = (*certificate.executables, certificate.executables[0].model_copy(update={"executable": forged}))
+    edited = certificate.model_copy(update={"images": 10**6, "executables": verdicts}).file_bytes()
+    path.write_bytes(edited if change == "edited" else edited[:500])
+    before = path.read_bytes()
+    result = checked(**options)
+    assert "warning: nothing of the certificate is kept: " in (said := capsys.readouterr().err)
+    assert "`vitx parity RUN BUNDLE` writes it anew" in said or change == "cut short"
+    assert (result.written, result.certificate.verdict) == (not options, "pass")
+    if options:
+        assert path.read_bytes() == before
+    else:
+        assert [verdict.executable for verdict in models.bundle.require_certificate().executables] == [
+            verdict.executable for verdict in certificate.executables
+        ]
+
+
+def test_a_certificate_of_version_1_stays_what_it_is(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no list of executables: with one, its seal did not hold, and nothing loaded the bundle."""
+    old = checked().certificate.model_copy(update={"format_version": 1, "executables": ()}).sealed()
+    (models.bundle.path / CERTIFICATE).write_bytes(old.file_bytes())
+    checked(runtime="openvino")
+    assert models.bundle.require_certificate() == old
+    assert "is of version 1, which lists no runtimes: `vitx parity RUN BUNDLE` writes it" in capsys.readouterr().err
+
+
 def test_what_passes_has_no_failures_and_no_notes(models: Models) -> None:
     result = checked()
     assert (result.failures, result.notes, result.served, result.trace) == ((), (), None, None)

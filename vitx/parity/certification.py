@@ -14,8 +14,8 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, WITNESS, Bundle, Precision, timestamp
 from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import read_record, sha256_file, write_json
+from vitx.core.errors import CheckFailed, InputError, VitxError
+from vitx.core.files import read_record, read_sealed, sha256_file, write_json
 from vitx.core.preprocess import Preprocessing
 from vitx.core.tensorrt_plan import PlanInfo
 from vitx.core.tolerance import allowed_logit_error, coarser
@@ -191,8 +191,8 @@ def _write_certificate(
     quiet: bool,
 ) -> Certificate:
     """Write the certificate with a verdict on each executable, and keep the passing ones in this machine's cache."""
-    before = bundle.certificate()
-    verdicts = [*before.executables] if before is not None and before.subject == bundle.subject() else []
+    before = kept_certificate(bundle)
+    verdicts = [*before.executables] if before is not None else []
     if certificate.verdict == "pass":
         device_of_all = device_name(device)
         verdicts += verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
@@ -214,6 +214,26 @@ def said_if_lost(measured: Certificate) -> Iterator[None]:
     except OSError:
         log(f"parity: {measured.verdict}: {'; '.join(measured.reasons)}")
         raise
+
+
+def kept_certificate(bundle: Bundle) -> Certificate | None:
+    """The certificate that a bundle has of its files as they are now, to be written again with other verdicts.
+
+    None, which is said, for one that was damaged or edited: sealed anew, it would pass for what was measured. And for
+    version 1, which has no place for verdicts.
+    """
+    path = bundle.path / CERTIFICATE
+    if not path.is_file():
+        return None
+    anew = "`vitx parity RUN BUNDLE` writes it anew"
+    try:
+        certificate = read_sealed(path, Certificate, remedy=anew)
+        if certificate.format_version == 1:
+            raise InputError(f"{path} is of version 1, which lists no runtimes: {anew}")
+    except VitxError as error:
+        log(f"warning: nothing of the certificate is kept: {error}")
+        return None
+    return certificate if certificate.subject == bundle.subject() else None
 
 
 def record_verdicts(bundle: Bundle, certificate: Certificate, verdicts: Sequence[Verdict]) -> Certificate:

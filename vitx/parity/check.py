@@ -14,6 +14,7 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import (
     certify_models,
+    kept_certificate,
     record_verdicts,
     said_if_lost,
     sizes_left_out,
@@ -148,8 +149,8 @@ def _can_be_kept(candidate: LoadedModel, images: ImageSet, options: ParityOption
 def _record_runtime(candidate: LoadedModel, measured: Certificate) -> None:
     """Write what was found in another runtime than the default into the certificate, if there is one of these files."""
     bundle = candidate.bundle
-    certificate = bundle and bundle.certificate()
-    if bundle is not None and certificate is not None and certificate.subject == bundle.subject():
+    certificate = bundle and kept_certificate(bundle)
+    if bundle is not None and certificate is not None:
         record_verdicts(bundle, certificate, [measured.as_verdict(executable_of(bundle.subject(), candidate.session))])
 
 

@@ -99,7 +99,7 @@ def _certified(bundle: Bundle, certificate: Certificate, executable: Executable)
             return certificate.as_verdict(executable)
         raise CheckFailed(
             f"the certificate of '{bundle.path}' is of version 1 and covers ONNX Runtime on a CPU only, not "
-            f"{executable}: {remedy}"
+            f"{executable}: certify it anew, `vitx parity RUN BUNDLE`; then {remedy}"
         )
     found = certificate.verdict_of(executable)
     if found is None:
