@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, UInt8Array
+from vitx.core.urls import is_http
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs import remote, stores
+from vitx.predict.inputs import stores
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import READ_ERRORS, TableColumns, list_tables, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
@@ -105,7 +106,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     skipped = SkippedNames()
     # Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it.
     file = stores.is_image_name(source) or source.lower().endswith((*CONTAINER_NAMES, *LIST_NAMES))
-    folder = not (file and remote.is_http(source)) and stores.is_folder(source)
+    folder = not (file and is_http(source)) and stores.is_folder(source)
 
     def beside(name: str) -> None:
         taken = name.lower().endswith(CONTAINER_NAMES) and not (folder and (name.startswith(".") or "/" in name))

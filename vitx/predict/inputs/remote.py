@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from vitx.core.errors import MORE_FILES, TOO_MANY_FILES, EnvironmentMissing
 from vitx.core.preprocess import MAX_PIXELS, ImageError
-from vitx.core.urls import open_store
+from vitx.core.urls import is_http, open_store
 
 T = TypeVar("T")
 
@@ -31,10 +31,6 @@ REMOTE_WAITS = (0.2, 1.0)
 # Seconds for an image, a block or a question; for the listing of a folder, each page of which fsspec's packages limit;
 # after which nothing is asked for again; and between two looks whether to go on.
 READ_SECONDS, LIST_SECONDS, PATIENCE_SECONDS, LOOK_SECONDS = 120.0, 3600.0, 360.0, 0.2
-
-
-def is_http(location: str) -> bool:
-    return location.startswith(("http://", "https://"))
 
 
 def check_size(size: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing, InputError, VitxError
 from vitx.core.preprocess import ImageError
-from vitx.core.urls import without_password
+from vitx.core.urls import is_http, without_password
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import remote
 
@@ -109,7 +109,7 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
 
     EnvironmentMissing if that is this machine's fault, such as too many open files.
     """
-    if location.endswith("/") and not remote.is_http(location):  # perhaps one that `walk_images` did not enter
+    if location.endswith("/") and not is_http(location):  # perhaps one that `walk_images` did not enter
         raise ImageError(_folder_problem(location))
     try:
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
@@ -252,7 +252,7 @@ def _look(location: str, question: str, **options: Any) -> Any:
 
 def _listed(system: Any, question: str, path: str, problem: str = "cannot list the folder", **options: Any) -> Any:
     """The answer to a question about all of a folder: of an HTTP server it is one page."""
-    seconds = 0 if remote.is_http(path) else remote.LIST_SECONDS
+    seconds = 0 if is_http(path) else remote.LIST_SECONDS
     return remote.attempts(lambda: remote.ask(system, question, path, seconds=seconds, **options), problem)
 
 
@@ -320,7 +320,7 @@ def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dic
         keys = _listed(system, "find", path, prefix="/") if _finds_prefixes(system) else ()
         for entry in _listed(system, "ls", path, detail=True):
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            name = html.unescape(name) if remote.is_http(path) else name  # of a link, which fsspec takes as it stands
+            name = html.unescape(name) if is_http(path) else name  # of a link, which fsspec takes as it stands
             if str(entry["name"]).strip("/") != path.strip("/"):
                 if name:
                     yield name, entry, None if entry["type"] != "directory" or is_hidden(name) else above
