@@ -3,7 +3,6 @@
 import errno
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +28,6 @@ from vitx.parity.certification import (
     certify,
     certify_models,
     check_provider,
-    warn_of_other_weights,
 )
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.statistics import clopper_pearson_upper
@@ -370,16 +368,3 @@ def test_a_session_runs_where_it_was_asked_to(device: str, provider: str, refuse
     assert str(caught.value) == (
         f"fallback: device {device} was asked for and the network runs on {provider}; nothing was compared"
     )
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_other_weights_are_logged(bundle: Bundle, capsys: pytest.CaptureFixture[str], same: bool) -> None:
-    digest = bundle.manifest.provenance.checkpoint_sha256 if same else "1" * 64
-    warn: Callable[..., None] = warn_of_other_weights
-    warn(bundle, digest, "last")
-    said = capsys.readouterr()
-    text = f"parity: '{bundle.path}' was exported from other weights than this run's 'last'\n"
-    assert said.out + said.err == ("" if same else text)
-    warn(bundle, digest, "last", quiet=True)
-    said = capsys.readouterr()
-    assert said.out + said.err == ""

@@ -281,7 +281,7 @@ def test_other_weights_of_a_run_are_logged(models: Models, capsys: pytest.Captur
     provenance = models.bundle.manifest.provenance.model_copy(update={"checkpoint_sha256": "1" * 64})
     manifest = models.bundle.manifest.model_copy(update={"provenance": provenance})
     models.bundle = Bundle(models.bundle.path, manifest)
-    text = "was exported from other weights than this run's 'last'"
+    text = f"parity: '{models.bundle.path}' was exported from other weights than this run's 'last'\n"
     for pair, quiet, said in (
         ((RUN, BUNDLE), False, True),
         ((RUN, BUNDLE), True, False),

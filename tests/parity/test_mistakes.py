@@ -11,7 +11,8 @@ from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, Triple, UInt8Array
 from vitx.data.image_set import ImageSet, encode_png
-from vitx.parity.diagnosis import Diagnosis, _prepared, _ReferenceWithMistakes, _systematic, diagnose
+from vitx.parity.comparison import prepared
+from vitx.parity.diagnosis import Diagnosis, _ReferenceWithMistakes, _systematic, diagnose
 from vitx.runtimes.session import Float32Array, Session
 
 SIZE, COUNT = 4, 40
@@ -198,7 +199,7 @@ def test_labels_are_shifted_by_one_and_two_either_way(classes: int, shifts: list
 
 
 def test_images_are_prepared_in_their_order() -> None:
-    np.testing.assert_array_equal(_prepared(IMAGES, PREPARED), PIXELS_OF_IMAGES)
+    np.testing.assert_array_equal(prepared(IMAGES, PREPARED), PIXELS_OF_IMAGES)
 
 
 def table(*rows: Sequence[float]) -> Float32Array:

@@ -292,18 +292,6 @@ def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path) -> None:
     assert large < 1.1 * small
 
 
-def test_logits_column(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
-    (folder / "05.png").write_bytes(b"")
-    run(tiny_bundle, folder, tmp_path / "out", logits=True)
-    assert pq.read_schema(next((tmp_path / "out" / PREDICTIONS).iterdir())).field("logits").type == pa.list_(
-        pa.float32()
-    )
-    found = rows(tmp_path / "out")
-    assert found["05.png"]["logits"] is None
-    for name in ("00.png", "11.png"):
-        np.testing.assert_allclose(np.array(found[name]["logits"]), logits_of(name), rtol=1e-6)
-
-
 def test_ranking_is_the_sorted_softmax() -> None:
     rng = np.random.default_rng(0)
     logits = rng.integers(-3, 3, (50, 40)).astype(np.float32)  # many ties
@@ -313,21 +301,6 @@ def test_ranking_is_the_sorted_softmax() -> None:
             best = sorted(range(40), key=lambda index, row=row: (-logits[row, index], index))[:top_k]  # type: ignore[misc]
             assert indices[row].tolist() == best
             np.testing.assert_allclose(scores[row], np.exp(logits[row, best]) / np.exp(logits[row]).sum(), rtol=1e-5)
-
-
-def test_output_that_is_not_finite_is_a_row(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
-    class Broken(NumpySession):
-        def _infer(self, images: UInt8Array) -> Any:
-            logits = super()._infer(images)
-            logits[1] = np.nan
-            return logits
-
-    predict(tiny_bundle, Broken(), folder, tmp_path / "out", PredictOptions(batch_size=12), quiet=True)
-    found = rows(tmp_path / "out")
-    assert found["01.png"]["error"] == "the model's output is not finite"
-    assert {name: row["class"] for name, row in found.items() if not row["error"]} == {
-        name: label for name, label in EXPECTED.items() if name != "01.png"
-    }
 
 
 def test_second_run_verifies_and_redoes_only_what_is_wrong(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
@@ -342,23 +315,6 @@ def test_second_run_verifies_and_redoes_only_what_is_wrong(tiny_bundle: Bundle, 
     summary = run(tiny_bundle, folder, out)
     assert [part.read_bytes() for part in parts] == before
     assert (summary.images, summary.images_here) == (12, 7)
-
-
-def test_changed_input_and_changed_settings_are_refused(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(tiny_bundle, folder, out)
-    with pytest.raises(InputError, match=r"another run: top_k was 5, is 2 now; choose another folder, or pass --over"):
-        run(tiny_bundle, folder, out, top_k=2)
-    (folder / "more.png").write_bytes(IMAGES["00.png"])
-    with pytest.raises(InputError, match=r"images were added to '.*' or removed since it was predicted"):
-        run(tiny_bundle, folder, out)
-    with pytest.raises(InputError, match=r"there is nothing at '.*typo'"):
-        run(tiny_bundle, tmp_path / "typo", out, overwrite=True)
-    assert len(pq.read_table(out / "predictions.parquet")) == 12
-    assert run(tiny_bundle, folder, out, overwrite=True).images == 13
-    (out / ".vitx" / "ledger.sqlite").unlink()
-    with pytest.raises(InputError, match=r"holds predictions\.parquet of another run"):
-        run(tiny_bundle, folder, out)
 
 
 def test_work_stopped_by_an_error_goes_on(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:

@@ -282,3 +282,4 @@ def test_names_of_files_and_columns_are_as_documented(out: Path) -> None:
     assert part_path(out, 12) == out / "predictions.parquet" / "part-00000012.parquet"
     schema = output_schema(("logits", "embedding", "attention"))
     assert schema.names[7:] == ["logits", "embeddings", "attention"]
+    assert schema.types[7:] == [pa.list_(pa.float32())] * 3

@@ -141,16 +141,6 @@ def test_summary_file_is_the_summary(tiny_bundle: Bundle, photos: Path, tmp_path
     assert summary.images_per_second == pytest.approx(46 / summary.seconds)
 
 
-def test_batches_of_unreadable_images_only(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    folder = tmp_path / "bad"
-    folder.mkdir()
-    for index in range(5):
-        (folder / f"{index}.png").write_bytes(b"")
-    summary = run_predict(tiny_bundle, folder, tmp_path / "out", batch_size=2)
-    assert (summary.images, summary.errors) == (5, 5)
-    assert set(summary.classes.values()) == {0}
-
-
 def test_a_top_k_above_the_number_of_classes_lists_all(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     run_predict(tiny_bundle, photos, tmp_path / "out", top_k=100)
     row = pq.read_table(tmp_path / "out" / PREDICTIONS).to_pylist()[0]
@@ -209,15 +199,6 @@ def test_file_name_that_is_not_unicode(tiny_bundle: Bundle, tmp_path: Path) -> N
     (folder / os.fsdecode(b"caf\xe9.png")).write_bytes(png(colour_image(0, np.random.default_rng(0))))
     run_predict(tiny_bundle, folder, tmp_path / "out")
     assert pq.read_table(tmp_path / "out" / PREDICTIONS)["path"].to_pylist() == ["caf\\xe9.png"]
-
-
-def test_missing_and_empty_folders_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is nothing at .*absent': expected a folder of images"):
-        run_predict(tiny_bundle, tmp_path / "absent", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"holds no image: looked for \.bmp, \.gif, \.jpeg, \.jpg"):
-        run_predict(tiny_bundle, tmp_path / "empty", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_out_that_is_a_file_is_refused(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def compare(
     return statistics.result(sizes, probe)
 
 
+def prepared(images: ImageSet, preprocessing: Preprocessing) -> UInt8Array:
+    """All images as they enter a session: uint8 (N, S, S, 3)."""
+    return np.concatenate(list(images.batches(preprocessing, REFERENCE_BATCH)))
+
+
 def infer(session: Session, images: UInt8Array, batch_size: int) -> Float32Array:
     """Logits float32 (N, C) of images uint8 (N, S, S, 3), computed `batch_size` rows at a time."""
     return np.concatenate([session.infer(images[i : i + batch_size]) for i in range(0, len(images), batch_size)])

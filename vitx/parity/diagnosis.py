@@ -13,7 +13,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocessing, Triple, UInt8Array
 from vitx.core.probabilities import Float64Array
 from vitx.data.image_set import ImageSet
-from vitx.parity.comparison import difference, infer
+from vitx.parity.comparison import difference, infer, prepared
 from vitx.runtimes.session import Float32Array, Session
 
 Renormalized = Callable[[Triple, Triple], Session]
@@ -61,8 +61,8 @@ def diagnose(
     allowed: the largest logit error that counts as agreement.
     """
     sample = images.evenly_spaced(IMAGES)
-    pixels = _prepared(sample, preprocessing)
-    candidate_pixels = pixels if candidate_preprocessing is None else _prepared(sample, candidate_preprocessing)
+    pixels = prepared(sample, preprocessing)
+    candidate_pixels = pixels if candidate_preprocessing is None else prepared(sample, candidate_preprocessing)
     expected = infer(reference, pixels, BATCH)
     batched, alone = infer(candidate, candidate_pixels, BATCH), infer(candidate, candidate_pixels, 1)
     error = float(difference(expected, batched).max())
@@ -79,11 +79,6 @@ def diagnose(
     if remaining <= min(allowed, EXPLAINED * error_alone):
         return Diagnosis(cause, error, remaining)
     return _systematic(expected, alone, error)
-
-
-def _prepared(images: ImageSet, preprocessing: Preprocessing) -> UInt8Array:
-    """All images as they enter a session: uint8 (n, S, S, 3)."""
-    return np.concatenate(list(images.batches(preprocessing, BATCH)))
 
 
 def _systematic(expected: Float32Array, found: Float32Array, error: float) -> Diagnosis:
@@ -157,12 +152,12 @@ class _ReferenceWithMistakes:
             if name != p.interpolation:
                 other = p.model_copy(update={"interpolation": name})
                 cause = f"interpolation: images are resized {name}, not {p.interpolation}"
-                yield cause, infer(self.reference, _prepared(self.images, other), BATCH)
+                yield cause, infer(self.reference, prepared(self.images, other), BATCH)
         for crop in CROPS:
             if crop != p.crop_fraction:
                 other = p.model_copy(update={"crop_fraction": crop})
                 try:
-                    pixels = _prepared(self.images, other)
+                    pixels = prepared(self.images, other)
                 except InputError:  # an image is too thin for the larger size that this crop is cut from
                     continue
                 yield f"crop: fraction {crop:g}, not {p.crop_fraction:g}", infer(self.reference, pixels, BATCH)

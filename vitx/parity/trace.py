@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vitx.core.bundle import MODEL, Bundle
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.console import log
@@ -19,7 +17,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.comparison import REFERENCE_BATCH, difference, infer
+from vitx.parity.comparison import REFERENCE_BATCH, difference, infer, prepared
 from vitx.parity.diagnosis import diagnose
 from vitx.parity.executables.layers import first_divergence
 from vitx.parity.html_report import LayerPlot
@@ -313,7 +311,7 @@ def _repair_text(found: "Repair", precision: str) -> str:
 
 def _pixels(images: ImageSet, preprocessing: Preprocessing) -> UInt8Array:
     """The traced images, prepared: uint8 (n, S, S, 3)."""
-    return np.concatenate(list(images.evenly_spaced(TRACE_IMAGES).batches(preprocessing, TRACE_IMAGES)))
+    return prepared(images.evenly_spaced(TRACE_IMAGES), preprocessing)
 
 
 def _finite(value: Any) -> Any:

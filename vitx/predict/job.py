@@ -1,6 +1,5 @@
 """`vitx predict`: create the run or go on with it, verify what is done, work until all is done, summarise."""
 
-import hashlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import cache_folder, is_made_of_url, refuse_url, sha256_file
+from vitx.core.files import cache_folder, is_made_of_url, refuse_url, sha256_bytes, sha256_file
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_image_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -200,7 +199,7 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
         if options.incremental and given:
             raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
     if isinstance(out, str) and is_url(out):
-        named = hashlib.sha256(out.rstrip("/").encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        named = sha256_bytes(out.rstrip("/").encode("utf-8", "surrogateescape"))[:16]
         state = options.state or cache_folder() / "predict" / named
         refuse_url(state)
         return out, state.absolute()  # a relative path with a colon is a URL to pyarrow

@@ -14,6 +14,7 @@ from vitx.core.files import sha256_file, write_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import Float64Array
 from vitx.data.image_set import ImageSet
+from vitx.parity.comparison import prepared
 from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, write_witness
 
 # By default a witness set adds at most this to a bundle: bytes, and share of model.onnx.
@@ -123,8 +124,7 @@ def _reference_bytes(bundle: Bundle) -> int:
 
 def _pixels(images: ImageSet, bundle: Bundle, chosen: npt.NDArray[np.int64]) -> UInt8Array:
     """The images as they enter the graph, uint8 (n, S, S, 3)."""
-    batches = images.subset(chosen).batches(bundle.manifest.preprocessing, 64)
-    return np.concatenate(list(batches))
+    return prepared(images.subset(chosen), bundle.manifest.preprocessing)
 
 
 def _listed(bundle: Bundle, path: Path) -> Bundle:

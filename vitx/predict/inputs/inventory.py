@@ -4,7 +4,6 @@ A shard here is the unit of work. WebDataset calls its tar files shards; here ea
 """
 
 import glob
-import hashlib
 import io
 import itertools
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.files import sha256_bytes
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.core.urls import is_http
 from vitx.data.image_set import EXTENSIONS
@@ -86,12 +86,12 @@ def take_inventory(
     before = frozenset(ledger.description().get("unread", ()))
     files = dict.fromkeys(replace(one, start=0, count=None) if one.location in before else one for one in found.shards)
     base = "" if found.source == "pattern" else stores.without_user(found.base)
-    digest = hashlib.sha256(f"{listed} {base} {list(files)}".encode("utf-8", "backslashreplace"))
+    digest = sha256_bytes(f"{listed} {base} {list(files)}".encode("utf-8", "backslashreplace"))
     unread = tuple(one.location for one in found.shards if one.kind == "parquet" and one.count is None)
     share = share or WHOLE
     shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
     skipped = found.skipped if share.number == 1 else SkippedNames()
-    return replace(found, shards=shards, digest=digest.hexdigest(), skipped=skipped, unread=unread)
+    return replace(found, shards=shards, digest=digest, skipped=skipped, unread=unread)
 
 
 def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: bool = False) -> Inventory:

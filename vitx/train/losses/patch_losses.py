@@ -26,7 +26,7 @@ def patch_cosine_loss(patches_BnD: Tensor, *, absolute: bool = False) -> Tensor:
     `patches_BnD` are the last layer's patch tokens after the final LayerNorm, without the class token. `absolute`
     averages |cos| instead, which needs the n×n matrix. Raises InputError for fewer than two patches.
     """
-    _check_axes(patches_BnD, 3, "patches (B, n, D)")
+    _check_three_axes(patches_BnD, "patches (B, n, D)")
     if patches_BnD.shape[1] < 2:
         raise InputError(f"patch_cosine_loss needs at least 2 patches, got {patches_BnD.shape[1]}")
     with _no_autocast(patches_BnD):
@@ -94,7 +94,7 @@ def patch_contrastive_loss(
     """
     if variant not in get_args(LossVariant):
         raise unknown_name("variant of patch_contrastive_loss", variant, get_args(LossVariant))
-    _check_axes(late_BnD, 3, "late patches (B, n, D)")
+    _check_three_axes(late_BnD, "late patches (B, n, D)")
     if early_BnD.shape != late_BnD.shape:
         raise InputError(f"early and late patches must have one shape, got {_shape(early_BnD)} and {_shape(late_BnD)}")
     with _no_autocast(late_BnD):
@@ -138,7 +138,7 @@ def patch_mixing_loss(logits_BnC: Tensor, targets: Tensor, *, label_smoothing: f
     `logits_BnC` come from a separate linear head on the last layer's patches. `targets` are class indices (B, n),
     integer, or probabilities (B, n, C), floating. Raises InputError for other shapes.
     """
-    _check_axes(logits_BnC, 3, "patch logits (B, n, C)")
+    _check_three_axes(logits_BnC, "patch logits (B, n, C)")
     wanted = logits_BnC.shape if targets.is_floating_point() else logits_BnC.shape[:2]
     if targets.shape != wanted:
         raise InputError(f"targets of patch logits {_shape(logits_BnC)} must be {tuple(wanted)}, got {_shape(targets)}")
@@ -163,7 +163,7 @@ def region_mixing_loss(
     `classify` maps (B, D) to logits (B, C). `partner_Bn` is True for patches of the partner image, whose soft labels
     are `partner_BC`; the other patches have `own_BC`. Raises InputError for shapes that do not fit.
     """
-    _check_axes(patches_BnD, 3, "patches (B, n, D)")
+    _check_three_axes(patches_BnD, "patches (B, n, D)")
     if partner_Bn.shape != patches_BnD.shape[:2]:
         wanted = tuple(patches_BnD.shape[:2])
         raise InputError(f"partner_Bn must be {wanted} like the patches, got {_shape(partner_Bn)}")
@@ -192,8 +192,8 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _check_axes(tensor: Tensor, axes: int, expected: str) -> None:
-    if tensor.ndim != axes:
+def _check_three_axes(tensor: Tensor, expected: str) -> None:
+    if tensor.ndim != 3:
         raise InputError(f"expected {expected}, got a tensor of shape {_shape(tensor)}")
 
 
