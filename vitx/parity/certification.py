@@ -15,9 +15,8 @@ from vitx.core.bundle import CERTIFICATE, WITNESS, Bundle, Precision, timestamp
 from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
-from vitx.core.files import read_record, read_sealed, sha256_file, write_json
+from vitx.core.files import read_sealed, sha256_file, write_json
 from vitx.core.preprocess import Preprocessing
-from vitx.core.tensorrt_plan import PlanInfo
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
 from vitx.parity.comparison import BATCH_SIZES, Comparison, compare
@@ -25,6 +24,7 @@ from vitx.parity.executables.listing import RUNTIMES_BY_DEFAULT, merged, verdict
 from vitx.parity.executables.verdict_cache import keep_verdict
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
+from vitx.runtimes.plan_choice import plans_of
 from vitx.runtimes.session import Session, device_name, executable_of
 
 
@@ -259,10 +259,10 @@ def warn_of_other_weights(bundle: Bundle, digest: str, which: str, *, quiet: boo
 def check_engines(bundle: Bundle) -> None:
     """Raise CheckFailed for a TensorRT plan that was built from another graph than the bundle's."""
     graph = sha256_file(bundle.model_path)
-    for path, plan in _plans(bundle).items():
+    for name, plan in plans_of(bundle).items():
         if plan.onnx_sha256 != graph:
             raise CheckFailed(
-                f"stale engine: {path.name.removesuffix('.json')} was built from graph {plan.onnx_sha256[:16]}… and "
+                f"stale engine: {Path(name).name} was built from graph {plan.onnx_sha256[:16]}… and "
                 f"the bundle holds {graph[:16]}…: export the bundle again"
             )
 
@@ -274,7 +274,7 @@ def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:
     """
     ends = chain.from_iterable(
         (profile.minimum, profile.maximum - 1, profile.maximum)
-        for plan in _plans(bundle).values()
+        for plan in plans_of(bundle).values()
         for profile in plan.profiles
     )
     return tuple(sorted({*BATCH_SIZES, *(size for size in ends if size >= 1)}))
@@ -291,12 +291,6 @@ def _default_batch_sizes(bundle: Bundle | None, images: int, *, quiet: bool) -> 
     if large := [str(size) for size in sizes if size > images]:
         log(f"parity: batches of {', '.join(large)} are not compared, there are {images} images", quiet=quiet)
     return tuple(size for size in sizes if size <= images)
-
-
-def _plans(bundle: Bundle) -> dict[Path, PlanInfo]:
-    """The sidecar of each TensorRT plan, by its path."""
-    names = [name for name in bundle.manifest.files if name.endswith(".plan.json")]
-    return {bundle.path / name: read_record(bundle.path / name, PlanInfo) for name in names}
 
 
 def check_provider(model: LoadedModel, device: str) -> None:

@@ -149,8 +149,8 @@ def _can_be_kept(candidate: LoadedModel, images: ImageSet, options: ParityOption
 def _record_runtime(candidate: LoadedModel, measured: Certificate) -> None:
     """Write what was found in another runtime than the default into the certificate, if there is one of these files."""
     bundle = candidate.bundle
-    certificate = bundle and kept_certificate(bundle)
-    if bundle is not None and certificate is not None:
+    assert bundle is not None
+    if (certificate := kept_certificate(bundle)) is not None:
         record_verdicts(bundle, certificate, [measured.as_verdict(executable_of(bundle.subject(), candidate.session))])
 
 

@@ -9,6 +9,12 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.tensorrt_plan import ENGINES_FOLDER, EXTRAS, Flavor, PlanInfo, Profile, check_plan, read_sidecar, runs_on
 
 
+def plans_of(bundle: Bundle) -> dict[str, PlanInfo]:
+    """What the sidecar of each TensorRT plan says, by the plan's name in the bundle."""
+    names = (name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/"))
+    return {name: read_sidecar(bundle.path / name) for name in names if name.endswith(".plan")}
+
+
 def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, PlanInfo]:
     """Return the bundle's plan of a flavour for this GPU, checked before TensorRT opens it.
 
@@ -16,9 +22,7 @@ def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, 
     is none, CheckFailed for a plan of another GPU, TensorRT version or graph, EnvironmentMissing
     when no library that loads it is installed.
     """
-    named = [bundle.path / name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/")]
-    plans = [(path, read_sidecar(path)) for path in named if path.suffix == ".plan"]
-    plans = [(path, info) for path, info in plans if info.flavor == flavor]
+    plans = [(bundle.path / name, info) for name, info in plans_of(bundle).items() if info.flavor == flavor]
     if not plans:
         raise InputError(
             f"'{bundle.path}' has no plan of {flavor}: build one with vitx export --{EXTRAS[flavor]}, or choose the "

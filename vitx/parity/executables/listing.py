@@ -7,11 +7,12 @@ from vitx.core.certificate import Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import VitxError
 from vitx.core.machine import local_gpus
-from vitx.core.tensorrt_plan import ENGINES_FOLDER, read_sidecar
+from vitx.core.tensorrt_plan import PlanInfo
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.witness import Witness, read_witness
 from vitx.runtimes import load_session
 from vitx.runtimes.openvino import IR
+from vitx.runtimes.plan_choice import plans_of
 from vitx.runtimes.requirements import RUNTIMES, why_unusable
 from vitx.runtimes.session import Device
 
@@ -28,7 +29,7 @@ def runtimes_for(bundle: Bundle, device: Device = "auto") -> tuple[str, ...]:
     if not (gpu and device == "cuda"):
         names += ["onnxruntime-cpu", INT8, "openvino", BFLOAT16]
     present: set[str] = {"onnxruntime-cuda", "onnxruntime-cpu"}
-    present |= {read_sidecar(bundle.path / name).flavor for name in _plans(bundle)}
+    present |= {plan.flavor for plan in plans_of(bundle).values()}
     needed = {INT8: INT8_MODEL, "openvino": IR, BFLOAT16: IR}
     present |= {name for name, file in needed.items() if file in bundle.manifest.files}
     return tuple(name for name in names if name in present and not why_unusable(name))
@@ -60,7 +61,7 @@ def verdicts_of_bundle(
     if further and not any(verdict.outputs for verdict in found):
         log(f"warning: nothing here gives {', '.join(further)} of this bundle: no certificate of them is written")
     run = {file for verdict in found for file in verdict.executable.artefacts}
-    return found + [_not_run(bundle, plan) for plan in _plans(bundle) if plan not in run]
+    return found + [_not_run(bundle, name, plan) for name, plan in plans_of(bundle).items() if name not in run]
 
 
 def output_sets(bundle: Bundle, runtime: str) -> tuple[tuple[str, ...], ...]:
@@ -89,13 +90,7 @@ def merged(before: Sequence[Verdict], after: Sequence[Verdict]) -> tuple[Verdict
     return tuple(found)
 
 
-def _plans(bundle: Bundle) -> list[str]:
-    names = sorted(bundle.manifest.files)
-    return [name for name in names if name.startswith(f"{ENGINES_FOLDER}/") and name.endswith(".plan")]
-
-
-def _not_run(bundle: Bundle, plan: str) -> Verdict:
-    info = read_sidecar(bundle.path / plan)
+def _not_run(bundle: Bundle, plan: str, info: PlanInfo) -> Verdict:
     executable = Executable(
         runtime=info.flavor,
         version=info.version,
