@@ -28,7 +28,7 @@ from vitx.parity.certification import (
     check_engines,
     check_provider,
 )
-from vitx.parity.comparison import Comparison, answers_ece, infer
+from vitx.parity.comparison import REFERENCE_BATCH, Comparison, answers_ece, infer
 from vitx.parity.executables.listing import CANDIDATES, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
 from vitx.parity.executables.refuted import refuted
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
@@ -39,7 +39,6 @@ from vitx.runtimes.session import Session, device_name
 # A logit error may be this many times the certified one, or this large: another processor sums in another order.
 ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
 ECE_CHANGE = 0.01
-BATCH = 32
 # What the candidate's classes, the certified flips and the precision give where no reference is at hand.
 ALONE = (
     "verdict",
@@ -214,7 +213,7 @@ def replay(
 
 def _measured_alone(bundle: Bundle, certificate: Certificate, images: ImageSet, candidate: Session) -> Certificate:
     """The certificate with what the candidate's classes and the certified flips give, judged anew."""
-    size = certificate.batch_size or BATCH
+    size = certificate.batch_size or REFERENCE_BATCH
     batches = images.batches(bundle.manifest.preprocessing, size)
     logits = np.concatenate([infer(candidate, block, size) for block in batches])
     classes, count = logits.argmax(axis=1), len(images)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.files import rename, sha256_file
+from vitx.core.files import rename, sha256_bytes, sha256_file
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.options import WHOLE, Share
 
@@ -308,7 +308,7 @@ class Ledger:
         # A crash before the last step leaves the old file, or one that `verify` knows. To make that again would not do:
         # its kept rows were of the old file, and their images may be gone.
         text = json.dumps(record, default=asdict)
-        self._change("SET made = ?, record = ? WHERE id = ?", _sha256(text), text, claim.id)
+        self._change("SET made = ?, record = ? WHERE id = ?", sha256_bytes(text.encode()), text, claim.id)
         publish()
         self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
@@ -323,7 +323,7 @@ class Ledger:
         for number, digest, made, record, kept in self._pages("id, digest, made, record, kept", known):
             path = output(number)
             found = sha256_file(path) if path.is_file() else None
-            if _sha256(record) == made and found == json.loads(record)[0]:
+            if sha256_bytes(str(record).encode()) == made and found == json.loads(record)[0]:
                 self._change(f"SET {_SET_DONE} WHERE id = ? AND digest IS NOT made", number)
             elif digest is not None or kept not in (None, found):
                 self._change(f"SET kept = NULL, {_SET_FREE} WHERE id = ?", number)
@@ -387,10 +387,6 @@ class Ledger:
                 f"the ledger {self.path} was locked by another program for {BUSY_SECONDS:.0f} s: end that one; if "
                 "there is none, choose a local folder, for SQLite's locks fail on some network file systems"
             ) from None
-
-
-def _sha256(text: Any) -> str:
-    return hashlib.sha256(str(text).encode()).hexdigest()
 
 
 def image_shards(start: int, end: int, size: int) -> list[Shard]:

@@ -69,7 +69,7 @@ def add_witness(
     wanted = min(_count_that_fits(bundle, images, limit), in_time) if count is None else count
     while wanted:
         chosen, census = draw_images(margins, wanted, seed)
-        pixels = _pixels(images, bundle, chosen)
+        pixels = prepared(images.subset(chosen), bundle.manifest.preprocessing)
         encoded = encode_images(pixels)
         size = sum(map(len, encoded)) + len(chosen) * _reference_bytes(bundle)
         if count is not None or size <= limit:
@@ -111,7 +111,7 @@ def add_witness(
 
 def _count_that_fits(bundle: Bundle, images: ImageSet, limit: int) -> int:
     some = images.evenly_spaced(_SAMPLED_SIZES)
-    encoded = encode_images(_pixels(some, bundle, np.arange(len(some))))
+    encoded = encode_images(prepared(some, bundle.manifest.preprocessing))
     mean = sum(map(len, encoded)) / len(encoded) + _reference_bytes(bundle)
     return min(len(images), int(limit / mean))
 
@@ -120,11 +120,6 @@ def _reference_bytes(bundle: Bundle) -> int:
     """What the checkpoint's logits (float64) and further outputs (float32) of one image take."""
     widths = [math.prod(int(size) for size in spec.shape[1:]) for spec in bundle.manifest.outputs]
     return 8 * len(bundle.manifest.labels) + 4 * sum(widths)
-
-
-def _pixels(images: ImageSet, bundle: Bundle, chosen: npt.NDArray[np.int64]) -> UInt8Array:
-    """The images as they enter the graph, uint8 (n, S, S, 3)."""
-    return prepared(images.subset(chosen), bundle.manifest.preprocessing)
 
 
 def _listed(bundle: Bundle, path: Path) -> Bundle:
