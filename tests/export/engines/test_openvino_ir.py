@@ -79,6 +79,31 @@ def test_a_graph_that_openvino_converts_and_cannot_compile_is_refused(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
+FIXED = """
+<ir_version: 9, opset_import: ["": 20]>
+pairs (uint8[N,4,4,3] images) => (float[N,48] logits) <int64[3] two = {2, -1, 48}> {
+  pixels = Cast<to=1>(images)
+  paired = Reshape(pixels, two)
+  summed = ReduceSum<keepdims=0>(paired, axis)
+  logits = Expand(summed, shape)
+}
+"""
+
+
+def test_a_graph_that_openvino_compiles_and_cannot_run_is_refused(tmp_path: Path) -> None:
+    """It takes an even number of images alone. It was only logged: a bundle passed with an IR that fails on a batch."""
+    graph = onnx.parser.parse_model(FIXED)
+    for name, values in (("axis", [0]), ("shape", [1, 48])):
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array(values), name))
+    onnx.save(graph, str(tmp_path / "model.onnx"))
+    with pytest.raises(
+        InputError,
+        match=r"^OpenVINO cannot run the graph on a batch of 1 \(.+\): leave --openvino and --for cpu out$",
+    ):
+        openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
 def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
     """Not as a crash of the compiler, for which the graph would be searched. A limit on files acts like a full disk."""
     onnx.save(tiny_graph(), str(tmp_path / "model.onnx"))

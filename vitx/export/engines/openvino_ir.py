@@ -4,9 +4,12 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
+
 from vitx.core.errors import InputError
 from vitx.core.files import staged_folder
 from vitx.core.machine import openvino_core
+from vitx.export.graph.from_model import CHECKED_BATCHES
 
 IR_FOLDER = "openvino"
 
@@ -15,9 +18,9 @@ def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
     """Convert a graph to OpenVINO IR: `model.xml` and `model.bin` in `folder`, which appears whole.
 
     Weights keep the graph's precision: by default `save_model` would compress them to float16. What was written is
-    compiled once: there are graphs that OpenVINO converts and cannot load, and on a full disk OpenVINO 2025.0 cuts its
-    files without a word. Raises EnvironmentMissing when OpenVINO is not installed, InputError for a graph that it
-    refuses, OSError when the disk is full.
+    compiled once and run on black images: there are graphs that OpenVINO converts and cannot load, or loads and cannot
+    run, and on a full disk OpenVINO 2025.0 cuts its files without a word. Raises EnvironmentMissing when OpenVINO is
+    not installed, InputError for a graph that it refuses, OSError when the disk is full.
     """
     core = openvino_core()
     import openvino
@@ -25,7 +28,7 @@ def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
     try:
         model = openvino.convert_model(str(onnx_path))
     except RuntimeError as error:
-        raise _refused("convert", error, ", or, where it is int8 for TensorRT, try --base fp32") from None
+        raise _refused("convert the graph", error, ", or, where it is int8 for TensorRT, try --base fp32") from None
     with staged_folder(folder) as stage:
         ir = str(stage / "model.xml")
         try:
@@ -35,13 +38,19 @@ def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
                 raise
             # A stream of C++ does not tell why it could not be written. It is no crash to search the graph for.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
+        step = "compile the graph"
         try:
-            core.compile_model(ir, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_MMAP": False})
+            compiled = core.compile_model(ir, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_MMAP": False})
+            (images,) = compiled.inputs
+            size = [dim.get_length() for dim in list(images.get_partial_shape())[1:]]
+            for batch in CHECKED_BATCHES:
+                step = f"run the graph on a batch of {batch}"
+                compiled([np.zeros((batch, *size), images.get_element_type().to_dtype())])
         except RuntimeError as error:
-            raise _refused("compile", error) from None
+            raise _refused(step, error) from None
     return sorted(folder.iterdir())
 
 
 def _refused(step: str, error: RuntimeError, remedy: str = "") -> InputError:
     reason = str(error).strip().rpartition("\n")[2]  # where it failed comes first, the reason last
-    return InputError(f"OpenVINO cannot {step} the graph ({reason}): leave --openvino and --for cpu out{remedy}")
+    return InputError(f"OpenVINO cannot {step} ({reason}): leave --openvino and --for cpu out{remedy}")
