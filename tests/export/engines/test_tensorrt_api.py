@@ -18,7 +18,6 @@ VERSIONS = ("TENSORRT_10_16", "TENSORRT_11_4", RTX)
 CALLERS = (
     "vitx/export/engines/tensorrt_engine.py",
     "vitx/export/engines/tensorrt_library.py",
-    "vitx/export/engines/inspector.py",
     "vitx/runtimes/tensorrt.py",
 )
 # TensorRT for RTX has no plugins compiled ahead of time.

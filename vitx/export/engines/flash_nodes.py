@@ -4,8 +4,8 @@
     TalkingHeads(query, key, value, scores_weight, scores_bias, weight, bias) → out
 
 query, key, value and out are (B, N, H, K) of one type, the mixes (H, H) and (H,) float32; the scale is in the query.
-The graph also gets the definition of each operator as an ONNX function, so that every runtime can run it; a TensorRT
-engine has a plugin instead.
+Of each image `out_h = (Σ_g weight_hg softmax(s)_g + bias_h) value_h`, where s are the scores `query_h key_hᵀ`, in
+TalkingHeads mixed by `scores_weight` and `scores_bias` in the same way. A TensorRT engine runs them by a plugin.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,43 +22,6 @@ from vitx.export.graph.dataflow import Dataflow, attribute, named_tensor
 
 DOMAIN = "vitx"
 _SPLIT, _TRANSPOSED = [0, 2, 1, 3], [0, 2, 3, 1]  # (B, N, H, K) → (B, H, N, K), (B, H, K, N)
-
-_MIX = """
-    {to}_weight = CastLike({weight}, {of})
-    {to}_shape = Shape({of})
-    {to}_rows = Reshape({of}, rows)
-    {to}_mixed = MatMul({to}_weight, {to}_rows)
-"""
-_DEFINITION = """
-<domain: "{domain}", opset_import: ["": {opset}]>
-{operator} ({inputs}) => (out) {{
-    rows = Constant <value_ints = [0, 0, -1]> ()
-    q = Transpose <perm = [0, 2, 1, 3]> (query)
-    k = Transpose <perm = [0, 2, 3, 1]> (key)
-    v = Transpose <perm = [0, 2, 1, 3]> (value)
-    raw = MatMul(q, k)
-    {before}
-    maps = Softmax <axis = -1> ({scores})
-    {after}
-    mixed = Reshape(after_mixed, after_shape)
-    attended = MatMul(mixed, v)
-    tokens = Constant <value_ints = [2]> ()
-    sums = ReduceSum <keepdims = 1> (v, tokens)
-    ends = Constant <value_ints = [1, 2]> ()
-    bias_like = CastLike(bias, v)
-    bias_H11 = Unsqueeze(bias_like, ends)
-    constant = Mul(bias_H11, sums)
-    heads = Add(attended, constant)
-    out = Transpose <perm = [0, 2, 1, 3]> (heads)
-}}
-"""
-_BIAS_BEFORE = """
-    column = Constant <value_ints = [1]> ()
-    scores_bias_like = CastLike(scores_bias, raw)
-    scores_bias_H1 = Unsqueeze(scores_bias_like, column)
-    scores_rows = Add(before_mixed, scores_bias_H1)
-    scores = Reshape(scores_rows, before_shape)
-"""
 
 Mix = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]  # (H, H) and (H,)
 
@@ -112,7 +75,6 @@ def fuse_reattention(
     nodes, constants = {node.name: node for node in flow.nodes}, {}
     fused: list[str] = []
     skipped: dict[str, str] = {}
-    operators: set[Operator] = set()
     for softmax in [node for node in flow.nodes if node.op_type == "Softmax"]:
         if not matcher.has_mixed_maps(softmax):
             continue
@@ -136,36 +98,16 @@ def fuse_reattention(
             nodes[join.name].output[0] = add.output[0]
         constants.update({tensor.name: tensor for tensor in mixes})
         fused.append(softmax.name)
-        operators.add(operator)
     result = flow.assemble(_live_nodes(nodes.values(), flow.outputs), constants)
-    if operators:
+    if fused:
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-        result.functions.extend(definition(operator, flow.opset) for operator in sorted(operators))
     return FusedGraph(result, tuple(fused), skipped)
-
-
-def definition(operator: Operator, opset: int) -> onnx.FunctionProto:
-    """An operator's definition in standard operators, the bias after softmax as rank one (docs/maths.md §4)."""
-    talking = operator == "TalkingHeads"
-    before = _MIX.format(of="raw", to="before", weight="scores_weight") + _BIAS_BEFORE
-    text = _DEFINITION.format(
-        domain=DOMAIN,
-        opset=opset,
-        operator=operator,
-        inputs=f"query, key, value, {'scores_weight, scores_bias, ' if talking else ''}weight, bias",
-        before=before if talking else "",
-        scores="scores" if talking else "raw",
-        after=_MIX.format(of="maps", to="after", weight="weight"),
-    )
-    function: onnx.FunctionProto = onnx.parser.parse_function(text)
-    return function
 
 
 def plugin_graph(model: onnx.ModelProto) -> FusedGraph:
     """The graph for a builder that has the plugins: fused where the kernels can.
 
-    It has no functions, so that TensorRT's parser cannot fall back on a definition. Raises InputError, with the
-    reasons, if nothing can be fused.
+    Raises InputError, with the reasons, if nothing can be fused.
     """
 
     def unsupported(kind: int, heads: int, tokens: int, width: int) -> str | None:
@@ -177,7 +119,6 @@ def plugin_graph(model: onnx.ModelProto) -> FusedGraph:
     if not graph.fused:
         reasons = "; ".join(f"'{name}': {reason}" for name, reason in graph.skipped.items())
         raise InputError(f"the flash plugin finds nothing to do: {reasons or 'no attention has a mix over heads'}")
-    del graph.model.functions[:]
     for node in graph.model.graph.node:
         if node.domain == DOMAIN:
             # The parser looks a plugin up by these two attributes and the operator's name.

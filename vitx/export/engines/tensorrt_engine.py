@@ -46,7 +46,7 @@ _PLUGIN_LEAK = (
 class EngineReport:
     """A plan that was built, and the parsed layers: name, kind, output type and shape (N is the batch).
 
-    fused: the plan's own layers; none of the classic TensorRT, whose plans `inspect_plan` opens on their GPU.
+    fused: the plan's own layers; none of the classic TensorRT, which does not tell them when it builds.
     """
 
     path: Path

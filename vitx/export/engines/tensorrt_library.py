@@ -200,19 +200,6 @@ class Library:
             rows.append((layer.name, layer.type.name, output.dtype.name, shape))
         return tuple(rows)
 
-    def engine_information(self, plan: bytes, *, host_code: bool = False) -> str | None:
-        """The engine inspector's JSON; None if the plan cannot be opened. Only with a GPU: see `inspect_plan`.
-
-        host_code: a version-compatible plan contains the lean runtime, which is code, and is opened only with this.
-        """
-        log = BuildLog()  # the caller says that the plan cannot be opened; TensorRT's messages add nothing
-        runtime = self.trt.Runtime(self._logger(log))
-        runtime.engine_host_code_allowed = host_code
-        engine = runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            return None
-        return engine.create_engine_inspector().get_engine_information(self.trt.LayerInformationFormat.JSON)
-
     # Subclasses of TensorRT's interfaces are defined in methods, because only there is the library known. Its
     # documentation asks for the explicit call of the base class's __init__.
     def _logger(self, log: BuildLog) -> "trt.ILogger":

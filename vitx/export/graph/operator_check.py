@@ -5,13 +5,9 @@ by pattern, so a LayerNorm in nine pieces may never become one kernel again.
 """
 
 import ast
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import onnx
 import torch
 from timm.layers import GELU as TimmGELU
 from timm.layers.attention import Attention as TimmAttention
@@ -71,19 +67,6 @@ def require_operators(expected: Mapping[str, frozenset[str]], graph: Any) -> Non
             f"the traced graph lacks {len(missing)} of {len(expected)} fused operators that the network implies: "
             f"{', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}; try another opset"
         )
-
-
-def optimized_operators(path: Path) -> Counter[str]:
-    """Count the operators of a graph file after ONNX Runtime's own fusions for the CPU."""
-    import onnxruntime
-
-    with TemporaryDirectory() as folder:
-        options = onnxruntime.SessionOptions()
-        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        options.log_severity_level = 3  # or it warns that the optimised file fits this machine only
-        options.intra_op_num_threads = 1
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
 def _operators_of(module: nn.Module, opset: int) -> frozenset[str]:
