@@ -252,13 +252,12 @@ def test_a_float32_graph_that_is_not_finite_is_refused() -> None:
 @pytest.mark.parametrize(
     ("needed", "asked"),
     [
-        ("", [""]),
-        ("a", ["", "a"]),
-        ("b", ["", "a", "ab", "b"]),
-        ("c", ["", "a", "ab", "abcd", "abc", "ac", "c"]),
-        ("ad", ["", "a", "ab", "abcd", "abc", "ad", "d", "d"]),
-        ("be", ["", "a", "ab", "abcd", "abcdefg", "abcde", "abe", "e", "ae", "be"]),
-        ("ag", ["", "a", "ab", "abcd", "abcdefg", "abcde", "abcdef", "abcg", "g", "abg", "ag", "g"]),
+        ("a", ["a"]),
+        ("b", ["a", "ab", "b"]),
+        ("c", ["a", "ab", "abcd", "abc", "ac", "c"]),
+        ("ad", ["a", "ab", "abcd", "abc", "ad", "d", "d"]),
+        ("be", ["a", "ab", "abcd", "abcdefg", "abcde", "abe", "e", "ae", "be"]),
+        ("ag", ["a", "ab", "abcd", "abcdefg", "abcde", "abcdef", "abcg", "g", "abg", "ag", "g"]),
     ],
 )
 def test_a_subset_is_found_in_so_many_trials(needed: str, asked: list[str]) -> None:
@@ -282,14 +281,14 @@ def test_the_shortest_prefix_is_bisected() -> None:
 
     names = [str(number) for number in range(100)]
     assert minimal_subset(names, passes) == tuple(names[:77])
-    assert tried[:15] == [0, 1, 2, 4, 8, 16, 32, 64, 100, 82, 73, 77, 75, 76, 39]
+    assert tried[:14] == [1, 2, 4, 8, 16, 32, 64, 100, 82, 73, 77, 75, 76, 39]
 
 
 def test_when_all_together_do_not_pass_the_search_ends() -> None:
     tried: list[str] = []
     with pytest.raises(CheckFailed) as refused:
         minimal_subset("abc", lambda names: bool(tried.append("".join(names))))  # type: ignore[func-returns-value]
-    assert tried == ["", "a", "ab", "abc"]
+    assert tried == ["a", "ab", "abc"]
     assert str(refused.value) == (
         "even with every node left in float32 the graph is not accepted: is it the caller's check that fails?"
     )

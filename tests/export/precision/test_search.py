@@ -344,7 +344,7 @@ def test_nodes_that_overflow_are_islands_and_their_values_are_told() -> None:
     assert lowered.details["largest_activation"] == 76500.0
     whats = [trial["what"] for trial in lowered.details["trials"]]
     assert whats[:2] == ["no island", "3 islands, where it overflows"]
-    assert set(whats[2:]) <= {f"{count} islands" for count in range(4)}
+    assert set(whats[2:]) <= {f"{count} islands" for count in range(1, 4)}
     assert list(lowered.details["rounding"]) == ["grow it", "keep", "shrink"]
 
 
@@ -441,9 +441,9 @@ def test_the_caller_has_the_last_word_on_a_half_graph() -> None:
 
     def accept(graph: onnx.ModelProto) -> bool:
         asked.append(graph)
-        return len(asked) > 2
+        return len(asked) > 1
 
     lowered = lower_precision(grown(1 / 3), "fp16", images_of(40), bounds=LARGE, accept=accept, quiet=True)
     trials = [(trial["what"], trial["accepted"]) for trial in lowered.details["trials"]]
-    assert trials == [("no island", False), ("0 islands", False), ("1 islands", True)]
+    assert trials == [("no island", False), ("1 islands", True)]
     assert len(lowered.islands) == 1

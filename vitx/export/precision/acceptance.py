@@ -274,18 +274,19 @@ class Judge:
 def minimal_subset(ordered: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
     """A small subset for which `passes` is true and from which no single element can be left out (1-minimal).
 
-    `ordered` begins with the element that helps most. Delta debugging (Zeller & Hildebrandt, IEEE TSE 28, 2002) with
-    that order as a hint, because each call measures a graph: the shortest passing prefix is found by doubling and
-    bisection; then parts of the prefix, halves first and single elements last, the least helpful first, are left out
-    for good if the rest still passes. Raises CheckFailed when not even all elements pass.
+    The empty subset is known to fail: it is not tried again. `ordered` begins with the element that helps most. Delta
+    debugging (Zeller & Hildebrandt, IEEE TSE 28, 2002) with that order as a hint, because each call measures a graph:
+    the shortest passing prefix is found by doubling and bisection; then parts of the prefix, halves first and single
+    elements last, the least helpful first, are left out for good if the rest still passes. Raises CheckFailed when not
+    even all elements pass.
     """
-    size, failed = 0, -1  # the prefix to try, and the longest that is known to fail
+    size, failed = 1, 0  # the prefix to try, and the longest that is known to fail
     while not passes(ordered[:size]):
-        if size == len(ordered):
+        if size >= len(ordered):
             raise CheckFailed(
                 "even with every node left in float32 the graph is not accepted: is it the caller's check that fails?"
             )
-        failed, size = size, min(max(1, 2 * size), len(ordered))
+        failed, size = size, min(2 * size, len(ordered))
     while size - failed > 1:
         middle = (size + failed) // 2
         size, failed = (middle, failed) if passes(ordered[:middle]) else (size, middle)
