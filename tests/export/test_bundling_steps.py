@@ -199,24 +199,6 @@ def test_only_what_was_asked_for_is_built(
     assert [asked[0] for asked in conversions.asked if asked[0] not in ("check", "tracing")] == targets
 
 
-@pytest.mark.parametrize("witness", [0, 40, None])
-@pytest.mark.parametrize("asked", [{"openvino": True}, {"for_": "cpu"}, {}])
-def test_an_ir_that_nothing_judges_is_told(
-    conversions: Conversions,
-    tmp_path: Path,
-    asked: dict[str, Any],
-    witness: int | None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    export_bundle(REQUEST, tmp_path / "net.vitx", ExportOptions(**asked, witness=witness), quiet=True)
-    warned = (
-        "warning: without a witness set nothing judges the OpenVINO IR, and no server runs it: compare it with the "
-    )
-    expected = warned + "run, `vitx parity RUN BUNDLE --runtime openvino`\n"
-    said = capsys.readouterr().err
-    assert said == (expected if asked and witness == 0 else "")
-
-
 @pytest.mark.parametrize(("calibration", "judged_on"), [(None, "source's data"), ("photographs", "photographs")])
 def test_a_bundle_for_a_processor_has_an_int8_graph_beside_its_own(
     conversions: Conversions, tmp_path: Path, calibration: str | None, judged_on: str

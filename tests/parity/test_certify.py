@@ -14,7 +14,7 @@ import pytest
 from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
 from table_session import PIXEL, TableSession, numbered_images
-from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, FileEntry
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
@@ -244,6 +244,24 @@ def test_a_pass_with_which_nothing_runs_yet_names_the_command(
     )
     certify_models(model(), model(bundle), images, write=True, quiet=True)
     certify_models(model(), model(bundle, session=TableSession(LOGITS + 1), twin=True), images, write=True, quiet=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_ir_that_nothing_judged_is_told(
+    bundle: Bundle, images: ImageSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a bundle without a witness set, asked for or because not one image fits, only one runtime is certified."""
+    entry = FileEntry(sha256="0" * 64, size=0)
+    manifest = bundle.manifest.model_copy(update={"files": {**bundle.manifest.files, "openvino/model.xml": entry}})
+    with_ir = Bundle(bundle.path, manifest)
+    certify_models(model(), model(with_ir), images, write=True, quiet=True)
+    assert capsys.readouterr().err == (
+        "warning: without a witness set nothing judged openvino/model.xml, and no server runs it: run "
+        "`vitx parity RUN BUNDLE --runtime openvino`\n"
+    )
+    of_ir = TableSession(LOGITS)
+    of_ir.artefacts = ("openvino/model.xml",)
+    certify_models(model(), model(with_ir, session=of_ir), images, write=True, quiet=True)
     assert capsys.readouterr().err == ""
 
 

@@ -216,11 +216,6 @@ def _build_targets(
         convert_limited(engine.flavor, build_engine, graph, plan, engine, quiet, failed=failed, **limits)
     if options.openvino or options.for_ == "cpu":
         convert_limited("openvino", openvino_from_onnx, graph, graph.parent / IR_FOLDER, failed=failed, **limits)
-        if options.witness == 0 and not options.uncertified:
-            log(
-                "warning: without a witness set nothing judges the OpenVINO IR, and no server runs it: compare it with "
-                "the run, `vitx parity RUN BUNDLE --runtime openvino`"
-            )
 
 
 def _opset(options: ExportOptions) -> int:

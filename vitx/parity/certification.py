@@ -24,6 +24,7 @@ from vitx.parity.executables.listing import RUNTIMES_BY_DEFAULT, merged, verdict
 from vitx.parity.executables.verdict_cache import keep_verdict
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
+from vitx.runtimes.openvino import IR
 from vitx.runtimes.plan_choice import plans_of
 from vitx.runtimes.session import Session, device_name, executable_of
 
@@ -202,6 +203,14 @@ def _write_certificate(
     if certificate.verdict == "pass" and not may_run:
         command = "vitx parity RUN BUNDLE --runtime onnxruntime"
         log(f"warning: the graph passes, and no runtime was judged with it: run `{command}` where it will be served")
+    judged = {name for verdict in verdicts for name in verdict.executable.artefacts}
+    if (
+        certificate.verdict == "pass"
+        and WITNESS not in bundle.manifest.files
+        and IR in {*bundle.manifest.files} - judged
+    ):
+        command = "vitx parity RUN BUNDLE --runtime openvino"
+        log(f"warning: without a witness set nothing judged {IR}, and no server runs it: run `{command}`")
     with said_if_lost(certificate):
         return record_verdicts(bundle, certificate, verdicts)
 
