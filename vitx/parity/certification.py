@@ -204,11 +204,8 @@ def _write_certificate(
         command = "vitx parity RUN BUNDLE --runtime onnxruntime"
         log(f"warning: the graph passes, and no runtime was judged with it: run `{command}` where it will be served")
     judged = {name for verdict in verdicts for name in verdict.executable.artefacts}
-    if (
-        certificate.verdict == "pass"
-        and WITNESS not in bundle.manifest.files
-        and IR in {*bundle.manifest.files} - judged
-    ):
+    unjudged = WITNESS not in bundle.manifest.files and IR in bundle.manifest.files and IR not in judged
+    if certificate.verdict == "pass" and unjudged:
         command = "vitx parity RUN BUNDLE --runtime openvino"
         log(f"warning: without a witness set nothing judged {IR}, and no server runs it: run `{command}`")
     with said_if_lost(certificate):
