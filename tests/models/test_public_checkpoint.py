@@ -184,6 +184,21 @@ def test_other_classes_are_reported(tmp_path: Path) -> None:
     assert report.lines()[0] == "missing     head.bias: keeps its initial values"
 
 
+def test_attn_scale_and_feat_scale_begin_from_a_plain_file_where_they_are_trained(tmp_path: Path) -> None:
+    source = randomize(network("deit_tiny_12", img_size=32, depth=2))
+    torch.save(source.state_dict(), tmp_path / "plain.pth")
+    target = network("deit_tiny_12", img_size=32, depth=2, attention="attn-scale", feat_scale=True)
+    with pytest.raises(InputError, match=r"6 entries differ, .* 'blocks\.0\.attn\.lamb' \(absent in the file, 3"):
+        load_public_checkpoint(target, tmp_path / "plain.pth")
+    report = load_public_checkpoint(target, tmp_path / "plain.pth", to_train=True)
+    assert report.missing == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.lamb", "lamb1", "lamb2"))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(target(images), source(images))
+    torch.save(randomize(target).state_dict(), tmp_path / "scaled.pth")
+    with pytest.raises(InputError, match=r"6 entries differ, .*attn\.lamb' \(3 in the file, absent in the model"):
+        load_public_checkpoint(source, tmp_path / "scaled.pth", to_train=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "first"),
     [

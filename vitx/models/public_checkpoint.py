@@ -28,6 +28,8 @@ from vitx.models.transformers_names import with_timms_names
 
 # Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
 CLASSIFIERS = ("head", "patch_head", "head_dist")
+# Zero at first, when a network computes what it does without them: the factors of AttnScale and FeatScale.
+NEUTRAL = (".lamb", ".lamb1", ".lamb2")
 # Under which key training scripts keep the weights, the averaged ones first.
 CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
 
@@ -60,13 +62,14 @@ class LoadReport:
         return {"missing": self.missing, "unexpected": self.unexpected, "resized": dict(self.resized)}
 
 
-def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
+def load_public_checkpoint(model: nn.Module, path: Path | str, *, to_train: bool = False) -> LoadReport:
     """Load a published checkpoint (.pth, .pt, .bin or .safetensors) into `model`.
 
     Only tensors are read from a pickled file. Position embeddings of another grid size are interpolated; then the means
     of Re-Attention's BatchNorm are set to their closed form, and its variances need `recalibrate`. A classifier may be
-    missing or have other classes: it keeps its initial values and is reported. Raises InputError, naming the first
-    key and both shapes, when the checkpoint is of another architecture; the model is then unchanged.
+    missing or have other classes: it keeps its initial values and is reported; and so may, with `to_train`, the factors
+    of AttnScale and FeatScale, so that both begin from the plain network. Raises InputError, naming the first key and
+    both shapes, when the checkpoint is of another architecture; the model is then unchanged.
     """
     weights = read_weights(Path(path))
     expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -84,7 +87,9 @@ def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
         if not key.startswith(heads) or expected.get(key) in (None, tuple(value.shape))
     }
     found = {key: tuple(value.shape) for key, value in usable.items()}
-    _require_same_architecture(Path(path), expected, found, heads)
+    lacked = {key for key in expected.keys() - found.keys() if to_train and key.endswith(NEUTRAL)}
+    required = {key: shape for key, shape in expected.items() if key not in lacked}
+    _require_same_architecture(Path(path), required, found, heads)
     model.load_state_dict(usable, strict=False)
     resized = {
         key: (original[key], shape) for key, shape in found.items() if key in original and original[key] != shape

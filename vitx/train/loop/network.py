@@ -66,7 +66,8 @@ def drop_path_rates(model: nn.Module) -> dict[DropPath, float]:
 def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quiet: bool) -> None:
     """Load initial weights: of a run (the averaged weights of its best epoch), of a file, or timm's ("timm").
 
-    Position embeddings of another image size are interpolated; a classifier of other classes keeps its random weights.
+    Position embeddings of another image size are interpolated; a classifier of other classes keeps its random weights,
+    and AttnScale and FeatScale begin from a plain network without change.
     Raises InputError when there is no such checkpoint, or it is of another architecture.
     """
     if source == PRETRAINED:
@@ -80,7 +81,7 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quie
         _require_same_heads(model, run)
         folder, state = run.checkpoint("best")
         path = folder / weights_file("best", state)
-    for line in load_public_checkpoint(model, path).lines():
+    for line in load_public_checkpoint(model, path, to_train=True).lines():
         log(f"initial weights: {line}", quiet=quiet)
 
 
