@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vitx.models import AttnScaleAttention, Block, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.head_mix import mix_heads
 
-# A factor that is nearer to zero is not divided by: it would lose the other part of what it scales.
+# A factor of AttnScale that is nearer to zero is not divided by: in half precision weights times it are subnormal.
 SMALLEST_FACTOR = 1e-2
 # timm's runs one kernel more or less, and computes the same.
 NORMS = (nn.LayerNorm, LayerNorm)
@@ -176,11 +176,12 @@ class ExportAttention(nn.Module):
 class ExportBlock(nn.Module):
     """`x + ls1(attn(norm1(s·x)))/s`, then `x + ls2(mlp(norm2(s·x)))/s`: (B, N, D) → (B, M, D).
 
-    With FeatScale attention's output y is `y + mean_scale_D ⊙ m`, m its mean over tokens: the factor of y is in `proj`.
+    With FeatScale attention's output y becomes `own_scale_D ⊙ y + mean_scale_D ⊙ m`, m its mean over tokens.
     s is the residual scale, 1 in most networks. M is N, or the number of queries of attention. With `joined` the tokens
     of all images share one axis (B·N, D) inside the block: each Linear is one matrix product with its bias inside.
     """
 
+    own_scale_D: Tensor | None
     mean_scale_D: Tensor | None
 
     def __init__(self, trained: Any, tokens: int | None = None) -> None:
@@ -188,12 +189,10 @@ class ExportBlock(nn.Module):
         self.residual_scale = float(getattr(trained, "residual_scale", 1.0))
         self.norm1, self.norm2 = trained.norm1, trained.norm2
         self.attn = ExportAttention(trained.attn, tokens)
-        self.register_buffer("mean_scale_D", None)
-        if (low_D := getattr(trained, "lamb1", None)) is not None:
-            # y + 2(l⊙m + h⊙(y − m)) = y' + 2(l − h)/(1 + 2h) ⊙ m', with y' = (1 + 2h)⊙y and m, m' the means.
-            factor_D = 1 + 2 * trained.lamb2.detach()
-            scale_outputs(self.attn.proj, factor_D)
-            self.mean_scale_D = 2 * (low_D - trained.lamb2).detach() / factor_D
+        # Of l = lamb1 and h = lamb2: y + 2(l⊙m + h⊙(y − m)) = (1 + 2h)⊙y + 2(l − h)⊙m.
+        high_D = getattr(trained, "lamb2", None)
+        self.register_buffer("own_scale_D", None if high_D is None else 1 + 2 * high_D.detach())
+        self.register_buffer("mean_scale_D", None if high_D is None else 2 * (trained.lamb1 - high_D).detach())
         self.mlp = trained.mlp
         self.ls1, self.ls2 = _layer_scales(trained)
         self.joined = False
@@ -216,10 +215,11 @@ class ExportBlock(nn.Module):
 
     def _attended(self, x: Tensor, tokens: int) -> Tensor:
         out: Tensor = self.attn(x, tokens)
-        if self.mean_scale_D is None:
+        if self.own_scale_D is None or self.mean_scale_D is None:
             return out
         out_BND = out.view(-1, tokens, out.shape[-1])
-        return (out_BND + self.mean_scale_D * out_BND.mean(dim=1, keepdim=True)).view(out.shape)
+        mean_B1D = out_BND.mean(dim=1, keepdim=True)
+        return (self.own_scale_D * out_BND + self.mean_scale_D * mean_B1D).view(out.shape)
 
     def _branch(self, out: Tensor) -> Tensor:
         return out if self.residual_scale == 1.0 else out / self.residual_scale
@@ -299,23 +299,12 @@ def _is_supported(module: nn.Module, tokens: int | None = None) -> bool:
     if not is_plain(module, Block, TimmBlock, CaitBlock):
         return False
     block: Any = module
-    if isinstance(block, Block) and not _can_fold_frequencies(block, tokens):
-        return False
     scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))
     mlp = block.mlp
     linear = is_plain(mlp, Mlp) and all(is_plain(layer, nn.Linear) for layer in (mlp.fc1, mlp.fc2))
     norms = all(is_plain(norm, *NORMS) or not isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
-    return scales and linear and norms and isinstance(mlp.norm, nn.Identity) and _is_supported_attention(block.attn)
-
-
-def _can_fold_frequencies(block: Block, tokens: int | None) -> bool:
-    """Whether FeatScale and AttnScale, where a block has them, can be divided by their factors."""
-    factors: list[Tensor] = [] if block.lamb2 is None else [1 + 2 * block.lamb2]
-    if isinstance(block.attn, AttnScaleAttention):
-        factors.append(1 + block.attn.lamb)
-        if tokens is None:
-            return False
-    return all(bool((factor.abs() > SMALLEST_FACTOR).all()) for factor in factors)
+    plain = scales and linear and norms and isinstance(mlp.norm, nn.Identity)
+    return plain and _is_supported_attention(block.attn, tokens)
 
 
 def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
@@ -328,7 +317,7 @@ def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
     return scales
 
 
-def _is_supported_attention(attention: Any) -> bool:
+def _is_supported_attention(attention: Any, tokens: int | None) -> bool:
     if not is_plain(
         attention, AttnScaleAttention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention, CaitAttention
     ):
@@ -336,6 +325,8 @@ def _is_supported_attention(attention: Any) -> bool:
     mixes = (attention.proj_l, attention.proj_w) if isinstance(attention, CaitAttention) else ()
     if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj, *mixes)):
         return False
+    if isinstance(attention, AttnScaleAttention):
+        return tokens is not None and bool(((1 + attention.lamb).abs() > SMALLEST_FACTOR).all())
     if type(attention) is not TimmAttention:
         return True
     if getattr(attention, "gate", None) is not None:
