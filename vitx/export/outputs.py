@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from vitx.core.bundle import OUTPUTS, OutputName, OutputSpec, output_file, output_tensor
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_bytes
+from vitx.export.graph import CHECKED_BATCHES
 from vitx.export.graph.block_names import softmax_name
-from vitx.export.graph.from_model import CHECKED_BATCHES, INPUT, OUTPUT, TOLERANCE
+from vitx.export.graph.from_model import INPUT, OUTPUT, TOLERANCE
 from vitx.export.graph.outputs import attention_part, classifier_inputs, embedding_part, rollout_part
 from vitx.export.rewrite.folds import last_norm
 from vitx.export.rewrite.rewrites import ImageClassifier, logits_of_network

@@ -9,7 +9,7 @@ import numpy as np
 from vitx.core.errors import InputError
 from vitx.core.files import staged_folder
 from vitx.core.machine import openvino_core
-from vitx.export.graph.from_model import CHECKED_BATCHES
+from vitx.export.graph import CHECKED_BATCHES
 
 IR_FOLDER = "openvino"
 

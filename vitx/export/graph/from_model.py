@@ -14,6 +14,7 @@ from torch import nn
 from vitx.core.bundle import Precision
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
+from vitx.export.graph import CHECKED_BATCHES
 from vitx.export.graph.block_names import name_block_outputs
 from vitx.export.graph.onnx_file import write_onnx
 from vitx.export.graph.operator_check import expected_operators, require_operators
@@ -24,8 +25,6 @@ INPUT, OUTPUT = "images", "logits"
 
 # Traced with two images: torch.export takes a dimension of 1 (or 0) for a constant, even if it is said to be dynamic.
 EXAMPLE_BATCH = 2
-# Batches that are never traced, at which the graph must equal the network: smaller and larger than the example.
-CHECKED_BATCHES = (1, 3)
 # Relative to the largest logit. Float32 sums in another order differ by about 1e-6 of it; a wrong graph by far more.
 TOLERANCE = 1e-3
 
