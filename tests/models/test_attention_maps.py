@@ -58,14 +58,19 @@ def test_restored_after_an_error() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_mixed_maps_meet_v() -> None:
-    model = randomize(timm.create_model("deepvit_16b", **VIT)).eval()
+def both_stages(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         with attention_maps(model) as softmax:
             model(images)
         with attention_maps(model, stage="mixed") as mixed:
             model(images)
+    return softmax, mixed
+
+
+def test_mixed_maps_meet_v() -> None:
+    model = randomize(timm.create_model("deepvit_16b", **VIT)).eval()
+    softmax, mixed = both_stages(model)
     for name, maps in softmax.items():
         attention = model.get_submodule(name)
         assert isinstance(attention, ReAttention)
@@ -74,12 +79,7 @@ def test_mixed_maps_meet_v() -> None:
 
 def test_the_maps_of_attn_scale_meet_v() -> None:
     model: Any = randomize(timm.create_model("attnscale_small_12", **VIT)).eval()
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        with attention_maps(model) as softmax:
-            model(images)
-        with attention_maps(model, stage="mixed") as mixed:
-            model(images)
+    softmax, mixed = both_stages(model)
     for name, maps in softmax.items():
         scale = 1 + model.get_submodule(name).lamb.view(-1, 1, 1)
         torch.testing.assert_close(mixed[name], scale * maps + (1 - scale) / maps.shape[-1])

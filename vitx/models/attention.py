@@ -351,7 +351,7 @@ class PlainAttention(HeadMixAttention):
 
 
 class AttnScaleAttention(PlainAttention):
-    """AttnScale, `1/N + (1 + ω)(A − 1/N)` of a softmax map A over N tokens (Wang et al., arXiv 2203.05962, eq. 5).
+    """AttnScale, `1/N + (1 + ω)(A − 1/N)` of a softmax map A over N tokens (Wang et al., arXiv 2203.05962).
 
     `lamb` is ω, one a head and zero at first, by the authors' name. The scaled maps are written only where they are
     asked for: their product with V is `(1 + ω)·A V − ω·mean_j V_j`, behind PyTorch's fused kernel. `attn_drop` drops

@@ -171,8 +171,8 @@ class Block(nn.Module):
 def scale_frequencies(x_BND: Tensor, low_D: Tensor, high_D: Tensor) -> Tensor:
     """FeatScale of tokens (B, N, D): their mean m becomes `(1 + 2·low)·m`, what is left `(1 + 2·high)·(x − m)`.
 
-    Wang et al., arXiv 2203.05962. The paper has no factor of 2: it is of the authors' code, which adds both parts
-    twice, and so of their checkpoints (docs/maths.md §3.6).
+    Wang et al., arXiv 2203.05962. The factor of 2 is of the authors' code, which adds both parts twice, and so of their
+    checkpoints (docs/maths.md §3.6).
     """
     mean_B1D = x_BND.mean(dim=1, keepdim=True)
     return x_BND + 2 * (low_D * mean_B1D + high_D * (x_BND - mean_B1D))

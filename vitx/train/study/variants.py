@@ -35,11 +35,9 @@ DEEPVIT = {
 }
 # The losses of Gong et al. at the weights of their recipe.
 WITH_LOSSES = ("losses.contrastive=1", "losses.mixing=1", "losses.cosine=0")
-# How DeiT, the baseline, mixes images: pixels, without the losses of patches.
-BASELINE = (
-    *(f"losses.{name}=0" for name in LOSSES),
-    *("cutmix.probability=0", "mixup.mixup=0.8", "mixup.cutmix=1.0"),
-)
+# Without the losses of patches and their CutMix; DeiT, the baseline, mixes pixels instead.
+WITHOUT_LOSSES = (*(f"losses.{name}=0" for name in LOSSES), "cutmix.probability=0")
+BASELINE = (*WITHOUT_LOSSES, "mixup.mixup=0.8", "mixup.cutmix=1.0")
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,18 @@ class Published:
     paper: str
 
 
+def _weights(recipe: Recipe) -> dict[str, float]:
+    """Of each loss where it is on: the recipe's, or 1 where the recipe has 0."""
+    return {name: getattr(recipe.losses, name) or 1.0 for name in LOSSES}
+
+
 def ablation_variants(recipe: Recipe) -> list[Variant]:
     """Table 1 of Gong et al.: DeiT's baseline, then cosine × contrastive × mixing with the recipe's weight, or 1."""
     off = dict.fromkeys(LOSSES, 0.0)
     variants = [Variant("baseline", BASELINE, {"mixed": "pixels", **off}, 81.8)]
     for count in range(len(LOSSES) + 1):
         for on in itertools.combinations(LOSSES, count):
-            weights = {name: (getattr(recipe.losses, name) or 1.0) if name in on else 0.0 for name in LOSSES}
+            weights = {name: weight if name in on else 0.0 for name, weight in _weights(recipe).items()}
             overrides = tuple(f"losses.{name}={weight:g}" for name, weight in weights.items())
             factors = {"mixed": "patches", **weights}
             variants.append(Variant("+".join(on) or "none", overrides, factors, PUBLISHED.get(on)))
@@ -130,15 +133,14 @@ def methods_variants(recipe: Recipe) -> list[Variant]:
 
     A loss has the recipe's weight, or 1 where the recipe has 0.
     """
-    off = (*(f"losses.{name}=0" for name in LOSSES), "cutmix.probability=0")
     methods: dict[str, tuple[str, ...]] = {
         "plain": (),
-        **{f"{name}-loss": (f"losses.{name}={getattr(recipe.losses, name) or 1.0:g}",) for name in LOSSES},
+        **{f"{name}-loss": (f"losses.{name}={weight:g}",) for name, weight in _weights(recipe).items()},
         **{name: (f"model.kwargs.attention={name}",) for name in ("talking-heads", "re-attention", "attn-scale")},
         "feat-scale": ("model.kwargs.feat_scale=true",),
     }
     methods["mixing-loss"] += ("cutmix.probability=1",)
-    return [Variant(name, (*off, *overrides), {"method": name}) for name, overrides in methods.items()]
+    return [Variant(name, (*WITHOUT_LOSSES, *overrides), {"method": name}) for name, overrides in methods.items()]
 
 
 def kernel_size_variants(_recipe: Recipe) -> list[Variant]:
