@@ -13,6 +13,7 @@ from cli_fixture import Vitx
 from server_process import HANG
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.run import RunFolder
+from vitx.parity.served import serving
 
 
 def test_two_bundles_are_compared_and_nothing_is_written(
@@ -167,3 +168,51 @@ def test_another_class_over_http_fails(colours_folder: Path, tmp_path: Path) -> 
     assert len(found.flips) == 40
     assert found.failures(0.01)[0].startswith("over HTTP 40 of 40 images get another class")
     assert "a log probability differs" in found.failures(0.01)[1]
+
+
+def test_a_served_model_is_compared_with_its_run(
+    tiny_run: RunFolder, uncertified_bundle: Bundle, tmp_path: Path, vitx: Vitx
+) -> None:
+    """By a real server of its bundle."""
+    report = tmp_path / "report.html"
+    with serving(uncertified_bundle.path, device="cpu", allow_uncertified=True) as address:
+        url = f"{address}/v2/models/{uncertified_bundle.manifest.name}"
+        code, out, err = vitx("parity", tiny_run.path, url, "--json", "--report", report)
+        assert code == 0, err
+        printed = json.loads(out)
+        assert (printed["verdict"], printed["written"], printed["candidate"]) == ("pass", False, url)
+        assert printed["runtime"] == {"runtime": "vitx", "version": "0.1.0", "url": url}
+        assert printed["batch_sizes"] == [1, 2, 7, 32]
+        assert 0 < printed["max_logit_error"] < 1e-4
+    assert f"<h1>Parity of {url} with" in report.read_text(encoding="utf-8")
+
+
+def test_a_served_model_with_a_common_mistake_is_told_which(
+    tiny_run: RunFolder, tmp_path: Path, colours_folder: Path, vitx: Vitx
+) -> None:
+    other = write_bundle(tmp_path / "other.vitx", fault="bgr", data=str(colours_folder))
+    with serving(other.path, device="cpu", allow_uncertified=True) as address:
+        url = f"{address}/v2/models/{other.manifest.name}"
+        code, _, err = vitx("parity", tiny_run.path, url)
+    assert code == 1
+    assert f"error: '{url}' is not the checkpoint's equal: " in err
+    assert "BGR: the candidate reads the colour channels in reverse" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("RUN", "http://127.0.0.1:9/v2/models/m", "--trace"), "--trace has no effect on a served model: leave it out"),
+        (("RUN", "http://127.0.0.1:9/v2/models/m", "--runtime", "torch"), "--runtime has no effect on a served model"),
+        (("RUN", "RUN", "--precision", "fp16"), "--precision has no effect without the URL of a served model"),
+        (("RUN", "RUN", "--token-file", "t"), "--token-file has no effect without the URL of a served model"),
+        (("http://127.0.0.1:9/v2/models/m", "RUN"), "expected a run or a bundle; a served model is the candidate"),
+        (
+            ("RUN", "ftp://x/v2/models/m"),
+            "'ftp://x/v2/models/m' is not the URL of a served model: expected http://HOST",
+        ),
+    ],
+)
+def test_what_a_served_model_takes(tiny_run: RunFolder, vitx: Vitx, arguments: tuple[str, ...], words: str) -> None:
+    code, _, err = vitx("parity", *(tiny_run.path if each == "RUN" else each for each in arguments))
+    assert (code, words in err) == (2, True), err

@@ -1,5 +1,6 @@
 """A candidate that fails: the error names what is wrong with it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vitx.parity.certification import (
     check_engines,
 )
 from vitx.parity.diagnosis import Diagnosis, diagnose
+from vitx.parity.loaded_model import model_from_bundle
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
@@ -136,7 +138,11 @@ def test_batch_sizes_are_the_ends_of_the_profiles_and_one_below(tmp_path: Path) 
     bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt")
     check_engines(bundle)
     assert bundle_batch_sizes(bundle) == (1, 2, 7, 8, 9, 31, 32)
-    assert _default_batch_sizes(bundle, 31, quiet=True) == (1, 2, 7, 8, 9, 31)
+    with model_from_bundle(bundle, device="cpu") as model:
+        assert _default_batch_sizes(model, 31, quiet=True) == (1, 2, 7, 8, 9, 31)
+        served = replace(model, bundle=None)
+        served.session.max_batch = 9
+        assert _default_batch_sizes(served, 31, quiet=True) == (1, 2, 7, 9)
 
 
 @pytest.mark.parametrize(

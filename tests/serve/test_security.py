@@ -29,9 +29,10 @@ from server_process import (
     wait_until,
 )
 from vitx.core.errors import InputError
+from vitx.core.urls import read_token
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
-from vitx.serve.security import Tokens, read_pem, read_token
+from vitx.serve.security import Tokens, read_pem
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 MANAGEMENT = "fedcba9876543210fedcba9876543210"

@@ -26,7 +26,10 @@ def command(
         Path, typer.Argument(metavar="REFERENCE", help="A run folder or a bundle; alone or with --verify, a bundle.")
     ],
     candidate: Annotated[
-        Path | None, typer.Argument(metavar="CANDIDATE", help="A bundle or a run folder; with --verify, its run.")
+        str | None,
+        typer.Argument(
+            metavar="CANDIDATE", help="A bundle, a run folder or the URL of a served model; with --verify, its run."
+        ),
     ] = None,
     options: ParityOptions = _DEFAULTS,
     as_json: Json = False,
@@ -34,12 +37,16 @@ def command(
 ) -> None:
     """Compare two of runs and bundles on real images; a bundle compared with a run gets its certificate.
 
-    A bundle alone is judged by its witness set: is what runs it here the checkpoint's equal?
+    A bundle alone is judged by its witness set: is what runs it here the checkpoint's equal? Of a model that Triton,
+    KServe or vitx serve already serves, give the URL: http://HOST:PORT/v2/models/NAME.
 
     Exit code 1 when the verdict is fail; the certificate is written all the same and says why.
     """
+    import re
+
     from vitx.core.bundle import MANIFEST
     from vitx.core.console import log_next
+    from vitx.core.errors import InputError
     from vitx.parity.check import check_parity
     from vitx.parity.executables.first_load import certify_here, require_passing
     from vitx.parity.replay import verify_certificate
@@ -47,7 +54,7 @@ def command(
     if options.verify:
         applied = {"verify", "data", "device", "skip_bad", *(("checkpoint",) if candidate else ())}
         require_effect(options, applied, "with --verify" + ("" if candidate else " and no run") + ": leave it out")
-        replay = verify_certificate(reference, candidate, options, quiet=quiet)
+        replay = verify_certificate(reference, Path(candidate) if candidate else None, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()
         log_next("vitx", "serve", reference, quiet=quiet)
@@ -61,10 +68,18 @@ def command(
             require_passing(reference, verdict)
         log_next("vitx", "serve", reference, quiet=quiet)
         return
+    if re.match("https?:/", str(reference)):
+        raise InputError(f"the reference is '{reference}': expected a run or a bundle; a served model is the candidate")
+    if "://" in candidate:
+        applied = {*ParityOptions.model_fields} - {"runtime", "served", "trace"}
+        require_effect(options, applied, "on a served model: leave it out")
+    else:
+        applied = {*ParityOptions.model_fields} - {"precision", "token_file"}
+        require_effect(options, applied, "without the URL of a served model: leave it out")
     result = check_parity(reference, candidate, options, quiet=quiet)
     _print_result(result, candidate, as_json=as_json)
     result.require_pass(reference, candidate)
-    if (candidate / MANIFEST).is_file():
+    if (Path(candidate) / MANIFEST).is_file():
         log_next("vitx", "serve", candidate, quiet=quiet)
 
 
@@ -110,7 +125,7 @@ def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool)
         print_table("cosine distance of further outputs from the checkpoint's", heads, vectors)
 
 
-def _print_result(result: "ParityResult", candidate: Path, *, as_json: bool) -> None:
+def _print_result(result: "ParityResult", candidate: str, *, as_json: bool) -> None:
     from vitx.core.console import log, print_fields, print_json
     from vitx.parity.html_report import summary
 

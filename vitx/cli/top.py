@@ -115,7 +115,7 @@ def _pair(percentiles: Mapping[str, float | None]) -> str:
 
 
 def _token(path: Path | None) -> str | None:
-    from vitx.serve.security import read_token
+    from vitx.core.urls import read_token
 
     token = read_token(path)
     return None if token is None else token.decode()

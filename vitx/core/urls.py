@@ -1,11 +1,17 @@
-"""Stores by URL, through fsspec, which is imported when it is needed."""
+"""Stores and servers by URL: fsspec, which is imported when it is needed, and the standard library's HTTP."""
 
 import importlib.util
 import re
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vitx.core.errors import EnvironmentMissing, InputError, missing_package
+
+if TYPE_CHECKING:
+    from urllib.request import OpenerDirector
+
+_TOKEN, _TOKEN_BYTES = re.compile(rb"[!-~]{16,}"), 2**15  # as many as headers have by default
 
 
 def open_store(url: str, **options: Any) -> tuple[Any, str]:
@@ -57,3 +63,35 @@ def is_http(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, or a bracket without its other
         return False
+
+
+def http_opener(cafile: str | None = None) -> "OpenerDirector":
+    """urllib's, without redirects: a token is for the server that was named. `cafile`: trusted certificates, in PEM."""
+    import ssl
+    from urllib import request
+
+    opener = request.OpenerDirector()
+    opener.add_handler(request.HTTPSHandler(context=ssl.create_default_context(cafile=cafile)))
+    for kind in (
+        request.ProxyHandler,
+        request.HTTPHandler,
+        request.HTTPDefaultErrorHandler,
+        request.HTTPErrorProcessor,
+    ):
+        opener.add_handler(kind())
+    return opener
+
+
+def read_token(path: Path | None) -> bytes | None:
+    """The token in a file; raise InputError for one that is missing, or whose token is short."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:  # Notepad begins a file with a mark
+            token = file.read(_TOKEN_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+    except OSError as error:
+        raise InputError(f"cannot read the token file '{path}': {error}") from None
+    if not _TOKEN.fullmatch(token):
+        text = f"the token in '{path}' is not 16 or more visible ASCII characters: write one, such as 32 hex digits"
+        raise InputError(text)
+    return token

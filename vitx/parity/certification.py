@@ -153,7 +153,7 @@ def certify_models(
             missing = ", ".join(left_out)
             raise InputError(f"a certificate is of all batch sizes, and {missing} of '{bundle.path}' are left out")
     criteria = AcceptanceCriteria(
-        batch_sizes=batch_sizes or _default_batch_sizes(bundle, len(images), quiet=quiet),
+        batch_sizes=batch_sizes or _default_batch_sizes(candidate, len(images), quiet=quiet),
         max_flip_rate=max_flip_rate,
         precision=coarser(reference.precision, candidate.precision),
     )
@@ -292,8 +292,10 @@ def sizes_left_out(bundle: Bundle, images: int, batch_sizes: Sequence[int] | Non
     return [str(size) for size in wanted if batch_sizes and size not in batch_sizes]
 
 
-def _default_batch_sizes(bundle: Bundle | None, images: int, *, quiet: bool) -> tuple[int, ...]:
-    sizes = bundle_batch_sizes(bundle) if bundle else BATCH_SIZES
+def _default_batch_sizes(candidate: LoadedModel, images: int, *, quiet: bool) -> tuple[int, ...]:
+    sizes = bundle_batch_sizes(candidate.bundle) if candidate.bundle else BATCH_SIZES
+    if most := candidate.session.max_batch:
+        sizes = (*(size for size in sizes if size < most), most)
     if large := [str(size) for size in sizes if size > images]:
         log(f"parity: batches of {', '.join(large)} are not compared, there are {images} images", quiet=quiet)
     return tuple(size for size in sizes if size <= images)

@@ -10,6 +10,7 @@ from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import check_file, write_bytes
+from vitx.core.urls import read_token
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import (
@@ -21,7 +22,7 @@ from vitx.parity.certification import (
     warn_of_other_weights,
 )
 from vitx.parity.html_report import render
-from vitx.parity.loaded_model import DEFAULT_RUNTIME, LoadedModel, open_model, require_run
+from vitx.parity.loaded_model import DEFAULT_RUNTIME, LoadedModel, open_model, open_served, require_run
 from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison, compare_served, serving
 from vitx.parity.statistics import images_needed
@@ -52,7 +53,7 @@ class ParityResult:
             "trace": self.trace and self.trace.as_json(),
         }
 
-    def require_pass(self, reference_path: Path, candidate_path: Path) -> None:
+    def require_pass(self, reference_path: Path, candidate_path: Path | str) -> None:
         """Raise CheckFailed with every failure and note, if there is a failure."""
         if self.failures:
             equal = "the checkpoint's equal" if self.reference.run else f"the equal of '{reference_path}'"
@@ -60,16 +61,25 @@ class ParityResult:
 
 
 def check_parity(
-    reference_path: Path, candidate_path: Path, options: ParityOptions, *, quiet: bool = False
+    reference_path: Path, candidate_path: Path | str, options: ParityOptions, *, quiet: bool = False
 ) -> ParityResult:
-    """Compare two of runs and bundles on real images; write the certificate if the candidate is a bundle to certify."""
+    """Compare two of runs and bundles on real images; write the certificate if the candidate is a bundle to certify.
+
+    The candidate may be the URL of a served model, too.
+    """
     if options.report is not None:
         check_file(options.report, "report.html")
     open_one = partial(open_model, which=options.checkpoint, device=options.device, use_twin=True)
     with (
         open_one(reference_path, runtime=options.reference_runtime) as reference,
-        open_one(candidate_path, runtime=options.runtime) as candidate,
+        (
+            open_served(str(candidate_path), reference, options.precision, read_token(options.token_file))
+            if "://" in str(candidate_path)
+            else open_one(candidate_path, runtime=options.runtime)
+        ) as candidate,
     ):
+        if options.served and candidate.bundle is None:
+            raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
         require_run(options.checkpoint, reference, candidate)
         data, check_size = options.data or reference.data or candidate.data, reference.preprocessing.check_size
         split = open_images(data, "val", skip_bad=options.skip_bad, check_size=check_size)
@@ -121,7 +131,8 @@ def _measure(
         failures += served.failures(options.max_flip_rate)
     notes: tuple[str, ...] = ()
     if failed:
-        notes += (diagnosis_note(reference, candidate, images, certificate, traced=options.trace),)
+        elsewhere = options.trace or candidate.bundle is None
+        notes += (diagnosis_note(reference, candidate, images, certificate, traced=elsewhere),)
     traced = None
     if options.trace:
         from vitx.export import SourceRequest
@@ -172,8 +183,7 @@ def _compare_served(
     options: ParityOptions,
     quiet: bool,
 ) -> ServedComparison:
-    if candidate.bundle is None:
-        raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
+    assert candidate.bundle is not None
     # What was compared: by default a server takes the fastest runtime of the certificate, whose limits are others.
     runtime = options.runtime or DEFAULT_RUNTIME
     # The bundle is what is being judged: it may have no certificate yet.

@@ -11,6 +11,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, Triple
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
+from vitx.runtimes.remote import RemoteSession
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Session
 
@@ -73,6 +74,22 @@ def open_model(
     if runtime is not None and require(runtime).source != "run":
         raise InputError(f"runtime {runtime}: a run's checkpoint runs in torch; export it to a bundle for others")
     return _model_from_run(RunFolder.open(path), which, device, threads, compiled=runtime == "torch-compile")
+
+
+def open_served(url: str, reference: LoadedModel, precision: Precision, token: bytes | None) -> LoadedModel:
+    """The model at `url` of a server, which is asked over HTTP and gets its images as the reference does.
+
+    precision: what it computes in. token: the bearer token that its server asks for. Raises what `RemoteSession` does.
+    """
+    return LoadedModel(
+        name=url,
+        session=RemoteSession(url, reference.preprocessing, token),
+        preprocessing=reference.preprocessing,
+        labels=reference.labels,
+        data=reference.data,
+        sha256="",
+        precision=precision,
+    )
 
 
 def require_run(which: str, *models: LoadedModel) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
+from vitx.core.bundle import Precision
 from vitx.core.options import (
     CheckpointOption,
     DataOption,
@@ -27,6 +28,8 @@ class ParityOptions(Options):
     batch_sizes: Annotated[tuple[int, ...], BeforeValidator(parse_batch_sizes)] = option(
         (), "Default: 1,2,7,32 and the ends of each plan's profiles.", text=True
     )
+    precision: Precision = option("fp32", "What a served model computes in: its limit.")
+    token_file: Path | None = option(None, "File with the token that a served model's server asks for.")
     served: bool = option(False, "Also send the images' bytes through vitx serve.")
     trace: bool = option(False, "Which layer diverges first, and what repairs it.")
     verify: bool = option(False, "Replay the certificate that a bundle carries.")

@@ -142,7 +142,8 @@ def diagnosis_note(
 ) -> str:
     """The common mistake that explains a failed certificate, as a sentence.
 
-    With `traced` the layers are named elsewhere, so a sentence without a cause does not recommend --trace.
+    With `traced` the layers are named elsewhere, or are out of sight: a sentence without a cause does not recommend
+    --trace.
     """
     found = diagnose(
         reference.session,

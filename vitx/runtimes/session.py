@@ -32,6 +32,7 @@ class Session(ABC):
     where it gives more than logits `_infer_outputs` and, where it holds more than Python frees by itself, `_close`.
 
     profiles: the ranges of batch sizes that TensorRT compiled for; empty in other runtimes.
+    max_batch: the largest batch that a served model takes; None for any.
     concurrent: with one thread, calls from several threads are computed at once, not one after the other.
     callers: how many threads may call it at once, each with a share of the cores.
     outputs: what it was loaded to give beside logits, of "embedding", "attention" and "rollout".
@@ -39,6 +40,7 @@ class Session(ABC):
     """
 
     profiles: tuple[Profile, ...] = ()
+    max_batch: int | None = None
     concurrent: bool = False
     callers: int = 1
     outputs: tuple[str, ...] = ()

@@ -7,18 +7,17 @@ import re
 import ssl
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.core.urls import read_token
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 
 Kind = Literal["inference", "management", "metrics"]
 _VALID = re.compile(rb"\x17\r\d{12}Z\x17\r(\d{12})Z")  # in DER from when to when; from 2050 on dates have other tags
-_TOKEN, _TOKEN_BYTES = re.compile(rb"[!-~]{16,}"), 2**15  # as many as headers have by default
 
 
 class Tokens:
@@ -132,18 +131,3 @@ def read_pem(options: ServeOptions) -> Pem | None:
         return Pem(*pair, authorities.read_bytes(), context)
     except (OSError, ssl.SSLError) as error:
         raise InputError(f"--tls-client-ca '{authorities}' has no certificates in PEM: {error}") from None
-
-
-def read_token(path: Path | None) -> bytes | None:
-    """The token in a file; raise InputError for one that is missing, or whose token is short."""
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:  # Notepad begins a file with a mark
-            token = file.read(_TOKEN_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
-    except OSError as error:
-        raise InputError(f"cannot read the token file '{path}': {error}") from None
-    if not _TOKEN.fullmatch(token):
-        text = f"the token in '{path}' is not 16 or more visible ASCII characters: write one, such as 32 hex digits"
-        raise InputError(text)
-    return token

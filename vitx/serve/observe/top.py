@@ -1,7 +1,6 @@
 """The numbers of `vitx top`: reads a running server's statistics over HTTP, and computes rates between two readings."""
 
 import json
-import ssl
 import time
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -9,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPException, IncompleteRead
 from math import inf
 from typing import Any
-from urllib import request as web
 from urllib.error import HTTPError
+from urllib.request import Request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.urls import is_http
+from vitx.core.urls import http_opener, is_http
 
 Labels = frozenset[tuple[str, str]]
 
@@ -64,11 +63,7 @@ class ServerClient:
             raise InputError(f"'{url}' is not the address of a server: expected one such as http://127.0.0.1:8000")
         self.url = url
         self._tokens = {"/v1/stats": token, "/metrics": metrics_token or token}
-        tls = web.HTTPSHandler(context=ssl.create_default_context(cafile=cafile) if url.startswith("https:") else None)
-        self._opener = web.OpenerDirector()  # follows no redirect: the token is for the server that was named
-        kinds = web.ProxyHandler, web.HTTPHandler, web.HTTPDefaultErrorHandler, web.HTTPErrorProcessor
-        for handler in (tls, *(kind() for kind in kinds)):
-            self._opener.add_handler(handler)
+        self._opener = http_opener(cafile)
 
     def read(self) -> Reading:
         """Read now; raise EnvironmentMissing if nothing answers, or something other than `vitx serve`."""
@@ -89,7 +84,7 @@ class ServerClient:
         token = self._tokens[path]
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            with self._opener.open(web.Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
+            with self._opener.open(Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
                 if len(answer := reply.read(_MOST_BYTES + 1)) > _MOST_BYTES:
                     raise self._not_vitx(f"its answer to {path} does not end")
                 if reply.length:  # `read` with a limit does not say so itself

@@ -1,0 +1,261 @@
+"""A served model as a session, on a server of the test: what is sent, what is read, and answers that are no such."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.preprocess import Preprocessing
+from vitx.runtimes.remote import RemoteSession
+
+PREPROCESSING = Preprocessing(image_size=4, mean=(0.5, 0.25, 0.125), std=(0.5, 0.25, 0.5))
+IMAGES = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), np.uint8)
+TYPES = {"UINT8": np.uint8, "FP16": np.float16, "FP32": np.float32}
+
+
+@dataclass
+class Model:
+    """What the server is like. Its logits are the sum and the largest of an image's numbers.
+
+    instead: the status and the body of an answer, by path.
+    """
+
+    inputs: list[dict[str, Any]] = field(
+        default_factory=lambda: [{"name": "images", "datatype": "UINT8", "shape": [-1, 4, 4, 3]}]
+    )
+    outputs: list[dict[str, Any]] = field(
+        default_factory=lambda: [{"name": "scores", "datatype": "FP32", "shape": [-1, 2]}]
+    )
+    config: dict[str, Any] = field(default_factory=lambda: {"max_batch_size": 24})
+    instead: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def answer(self, path: str, body: bytes, length: int) -> tuple[int, bytes, int]:
+        """The status, the body, and how much of it is JSON."""
+        if path in self.instead:
+            status, text = self.instead[path]
+            return status, text, len(text)
+        about = {
+            "/v2": {"name": "a server", "version": "1.2"},
+            "/v2/models/m": {"inputs": self.inputs, "outputs": self.outputs},
+            "/v2/models/m/config": self.config,
+        }
+        if path in about:
+            found = json.dumps(about[path]).encode()
+            return 200, found, len(found)
+        request = json.loads(body[:length])
+        (given,), (wanted,) = request["inputs"], request["outputs"]
+        assert given["name"] == self.inputs[0]["name"]
+        assert wanted["parameters"] == {"binary_data": True}
+        assert given["parameters"] == {"binary_data_size": len(body) - length}
+        images = np.frombuffer(body[length:], TYPES[given["datatype"]]).reshape(len(IMAGES), -1).astype(np.float64)
+        datatype = next(each["datatype"] for each in self.outputs if each["name"] == wanted["name"])
+        logits = np.stack([images.sum(1), images.max(1)], 1).astype(TYPES[datatype])
+        output = {"name": wanted["name"], "datatype": datatype, "shape": logits.shape}
+        head = json.dumps({"outputs": [{**output, "parameters": {"binary_data_size": logits.nbytes}}]}).encode()
+        return 200, head + logits.tobytes(), len(head)
+
+
+@contextmanager
+def serving(model: Model) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            model.requests.append((self.path, self.headers["Authorization"]))
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            length = int(self.headers["Inference-Header-Content-Length"] or 0)
+            status, text, json_length = model.answer(self.path, body, length)
+            self.send_response(status)
+            for name, value in ({"Inference-Header-Content-Length": str(json_length)} | model.headers).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}/v2/models/m"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+def test_a_server_of_bundles_gets_pixels() -> None:
+    model = Model()
+    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+        logits = session.infer(IMAGES)
+        assert session.describe() == {"runtime": "a server", "version": "1.2", "url": url}
+        assert session.max_batch == 24
+    pixels = IMAGES.reshape(5, -1)
+    assert logits.dtype == np.float32
+    assert logits.tolist() == np.stack([pixels.sum(1), pixels.max(1)], 1).tolist()
+    assert {token for _, token in model.requests} == {None}
+
+
+@pytest.mark.parametrize(("datatype", "close"), [("FP32", 1e-5), ("FP16", 0.02)])
+def test_a_server_of_normalised_images_gets_them_planar(datatype: str, close: float) -> None:
+    # Two outputs, of which one is called logits; sizes of any value.
+    model = Model(
+        inputs=[{"name": "x", "datatype": datatype, "shape": [-1, 3, -1, -1]}],
+        outputs=[
+            {"name": "tokens", "datatype": "FP32", "shape": [-1, 5, 8]},
+            {"name": "logits", "datatype": datatype, "shape": [-1, 2]},
+        ],
+        config={},
+    )
+    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+        logits = session.infer(IMAGES)
+        assert session.max_batch is None
+    normalised = (IMAGES / 255.0 - PREPROCESSING.mean) / PREPROCESSING.std
+    expected = np.stack([normalised.sum((1, 2, 3)), normalised.max((1, 2, 3))], 1)
+    assert logits == pytest.approx(expected, abs=close * np.abs(expected).max())
+
+
+def test_planes_are_red_green_blue() -> None:
+    """The sum and the largest number would be those of any order."""
+    with serving(Model(inputs=[{"name": "x", "datatype": "FP32", "shape": [-1, 3, 4, 4]}])) as url:
+        sent = RemoteSession(url, PREPROCESSING)._tensor(IMAGES)
+    assert sent.shape == (5, 3, 4, 4)
+    assert sent[2, 1, 3, 0] == pytest.approx((IMAGES[2, 3, 0, 1] / 255 - 0.25) / 0.25)
+
+
+def test_the_token_goes_with_every_request_and_to_no_other_server() -> None:
+    model = Model()
+    with serving(model) as url, RemoteSession(f"{url}/", PREPROCESSING, b"0123456789abcdef") as session:
+        session.infer(IMAGES)
+    paths = ["/v2", "/v2/models/m", "/v2/models/m/config", "/v2/models/m/infer"]
+    assert model.requests == [(path, "Bearer 0123456789abcdef") for path in paths]
+    other = Model()
+    with serving(other) as elsewhere:
+        moved = Model(instead={"/v2": (307, b"")}, headers={"Location": elsewhere})
+        with serving(moved) as url, pytest.raises(InputError, match="answers 307"):
+            RemoteSession(url, PREPROCESSING, b"0123456789abcdef")
+    assert other.requests == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8000",
+        "http://127.0.0.1:8000/v2/models/",
+        "http://127.0.0.1:8000/v2/models/m/infer",
+        "http://127.0.0.1:8000/v2/models/m?x=1",
+        "http://127.0.0.1:99999/v2/models/m",
+        "http://name:secret@127.0.0.1:8000/v2/models/m",
+        "ftp://127.0.0.1/v2/models/m",
+    ],
+)
+def test_other_urls_are_refused_before_anything_is_asked(url: str) -> None:
+    with pytest.raises(InputError, match="is not the URL of a served model: expected http://HOST:PORT/v2/models/NAME"):
+        RemoteSession(url, PREPROCESSING)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"inputs": []}, "takes nothing: expected the reference's images, UINT8 [-1, 4, 4, 3], FP32 or FP16"),
+        ({"inputs": [{"name": "x", "datatype": "UINT8", "shape": [-1, 8, 8, 3]}]}, "takes x UINT8 [-1, 8, 8, 3]: "),
+        ({"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4, 4, 3]}]}, "takes x FP32 [-1, 4, 4, 3]: "),
+        ({"inputs": [{"name": "x", "datatype": "FP32", "shape": [8, 3, 4, 4]}]}, "takes x FP32 [8, 3, 4, 4]: "),
+        ({"inputs": [{"name": "x", "datatype": "UINT8", "shape": [-1]}]}, "takes x UINT8 [-1]: "),
+        ({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [-1, 4, 4, 3]}]}, "takes x BYTES "),
+        ({"inputs": Model().inputs * 2}, "takes images UINT8 [-1, 4, 4, 3], images UINT8 [-1, 4, 4, 3]: "),
+        ({"outputs": []}, "gives nothing: expected logits, FP32 or FP16 [-1, classes]"),
+        ({"outputs": [{"name": "x", "datatype": "INT64", "shape": [-1, 2]}]}, "gives x INT64 [-1, 2]: "),
+        ({"outputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]}, "gives x FP32 [-1]: "),
+        ({"outputs": Model().outputs * 2}, "gives scores FP32 [-1, 2], scores FP32 [-1, 2]: "),
+    ],
+)
+def test_a_model_of_other_tensors_is_refused_with_what_it_has(tensors: dict[str, Any], words: str) -> None:
+    with serving(Model(**tensors)) as url, pytest.raises(InputError) as caught:
+        RemoteSession(url, PREPROCESSING)
+    assert f"{url} {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "instead", "error", "words"),
+    [
+        ("/v2", (200, b"<html>"), EnvironmentMissing, "/v2 speaks no Open Inference Protocol v2: b'<html>', in which "),
+        ("/v2", (200, b"[]"), EnvironmentMissing, "speaks no Open Inference Protocol v2"),
+        ("/v2/models/m", (404, b'{"error": "no m"}'), InputError, '/v2/models/m answers 404: {"error": "no m"}'),
+        ("/v2", (401, b""), InputError, "/v2 asks for a token, or another one: give it with --token-file"),
+    ],
+)
+def test_what_is_no_such_server_is_one_error(
+    path: str, instead: tuple[int, bytes], error: type[Exception], words: str
+) -> None:
+    with serving(Model(instead={path: instead})) as url, pytest.raises(error) as caught:
+        RemoteSession(url, PREPROCESSING)
+    assert words in str(caught.value)
+
+
+def test_a_server_without_configurations_takes_any_batch() -> None:
+    with serving(Model(instead={"/v2/models/m/config": (404, b"")})) as url:
+        assert RemoteSession(url, PREPROCESSING).max_batch is None
+
+
+def reply(shape: list[int], binary: bytes, **changed: object) -> tuple[int, bytes]:
+    return 200, json.dumps(
+        {"outputs": [{"name": "x", "datatype": "FP32", "shape": shape, **changed}]}
+    ).encode() + binary
+
+
+@pytest.mark.parametrize(
+    ("instead", "words"),
+    [
+        ((400, b'{"error": "batch-size must be <= 4"}'), '/infer answers 400: {"error": "batch-size must be <= 4"}'),
+        (reply([5, 2], b""), "has no logits for 5 images (cannot reshape"),
+        (reply([5, 2], b"", data=[0.0] * 9), "has no logits for 5 images (cannot reshape"),
+        (reply([5, 2], b"", data=[[0.0, 1.0], [2.0]]), "has no logits for 5 images (setting an array"),
+        (reply([5, 2], b"", data={"a": 1}), "has no logits for 5 images (float() argument"),
+        (reply([5, 2], b"", data=["a"] * 10), "has no logits for 5 images (could not convert string to float"),
+        ((200, b"{}"), "has no logits for 5 images"),
+        ((200, b'{"outputs": []}'), "has no logits for 5 images"),
+        (reply([5, 2], b"", datatype="INT32"), "has no logits for 5 images ('INT32')"),
+    ],
+)
+def test_an_answer_without_logits_is_one_error(instead: tuple[int, bytes], words: str) -> None:
+    model = Model(instead={"/v2/models/m/infer": instead})
+    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session, pytest.raises(CheckFailed) as caught:
+        session.infer(IMAGES)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [[*range(10)], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]])
+def test_an_answer_in_json_is_read(data: list[Any]) -> None:
+    with serving(Model(instead={"/v2/models/m/infer": reply([5, 2], b"", data=data)})) as url:
+        assert RemoteSession(url, PREPROCESSING).infer(IMAGES).tolist() == np.arange(10.0).reshape(5, 2).tolist()
+
+
+@pytest.mark.parametrize("shape", [[2, 5], [10], [5, 2, 1], [5, 3]])
+def test_logits_of_another_shape_are_refused(shape: list[int]) -> None:
+    """[5, 2] are asked for; ten numbers come, and are not taken for what they do not say they are."""
+    model = Model()
+    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+        numbers = np.arange(10, dtype=np.float32).tobytes()
+        status, text = reply(shape, b"")
+        model.answer = lambda path, body, length: (status, text + numbers, len(text))  # type: ignore[method-assign]
+        with pytest.raises(CheckFailed, match="has no logits for 5 images"):
+            session.infer(IMAGES)
+
+
+def test_a_server_that_is_gone_is_one_error() -> None:
+    with serving(Model()) as url:
+        session = RemoteSession(url, PREPROCESSING)
+    with (
+        session,
+        pytest.raises(EnvironmentMissing, match=r"answers at http://.*/infer: \[Errno 111\] Connection refused"),
+    ):
+        session.infer(IMAGES)
