@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ValidationError
 from typer.testing import CliRunner
 
 from vitx.bench.options import BenchOptions
+from vitx.cli import app as verbs
 from vitx.cli.options import Command, from_records
 from vitx.core.errors import InputError
 from vitx.core.options import Options, comma_separated, number_range, option
@@ -196,3 +197,25 @@ def test_the_server_reads_its_port_from_a_file_and_the_environment(tmp_path: Pat
 
     assert "from-file.vitx" in error(VITX_SERVE_PORT="0")
     assert "VITX_SERVE_PORT" in error(VITX_SERVE_PORT="tcp://10.0.0.1:80")  # as Kubernetes sets it for a service
+
+
+def test_the_help_has_a_section_for_each_heading() -> None:
+    """`vitx serve -h`, with 48 options: what stands under no heading is in the usual sections."""
+    lines = CliRunner().invoke(verbs, ["serve", "-h"]).stdout.splitlines()
+    sections: dict[str, list[str]] = {}
+    for line in lines:
+        if line[:1].strip() and line.endswith(":"):
+            sections[line[:-1]] = []
+        elif line.startswith("  ") and sections:
+            [*sections.values()][-1].append(line.split()[0])
+    assert [*sections] == ["Arguments", *ServeOptions.headings.values(), "Options"]
+    assert sections["Arguments"][0] == "BUNDLE"
+    assert [word for word in sections["Network"] if word.startswith("--")] == [
+        *("--host", "--port", "--grpc-port", "--server-id", "--shared-memory")
+    ]
+    assert [word for word in sections["Options"] if word.startswith("-")] == ["--config", "-h,"]
+
+
+@pytest.mark.parametrize("record", [ServeOptions, ExportOptions, PredictOptions])
+def test_headings_are_of_fields(record: type[Options]) -> None:
+    assert {*record.headings} <= {*record.model_fields}

@@ -103,6 +103,7 @@ def _parameter(parameter: Any) -> dict[str, Any]:
         metavar=parameter.metavar,
         envvar=parameter.envvar,
         hidden=bool(getattr(parameter, "hidden", False)),
+        heading=getattr(parameter, "rich_help_panel", None),
         help=parameter.help,
     )
 
@@ -148,7 +149,12 @@ def page(options: Options) -> str:
         named = any("envvar" in fields for fields in command["parameters"].values())
         columns = ["option", "value", "default", *(["environment"] if named else []), "meaning"]
         rows = [columns, ["---"] * len(columns)]
-        for name, fields in command["parameters"].items():
+        heading = None
+        # As the help has them: what has no heading first.
+        for name, fields in sorted(command["parameters"].items(), key=lambda each: "heading" in each[1]):
+            if fields.get("heading") != heading:
+                heading = fields["heading"]
+                rows.append([f"**{heading}**", *[""] * (len(columns) - 1)])
             environment = [f"`{fields['envvar']}`" if "envvar" in fields else ""] if named else []
             cells = [f"`{name}`", _value(fields), _default(fields), *environment, fields["help"]]
             rows.append([cell.replace("|", "\\|") for cell in cells])

@@ -67,6 +67,16 @@ class Command(TyperCommand):
             one.show_envvar = False  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[Any]] = {}
+        for one in self.get_params(ctx):
+            title = getattr(one, "rich_help_panel", None) or f"{one.param_type_name.capitalize()}s"
+            if (line := one.get_help_record(ctx)) is not None:
+                sections.setdefault(title, []).append(line)
+        for title, lines in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(lines)
+
 
 def _expanded(word: str) -> str:
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -123,15 +133,16 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _parameters(record: type[Options], verb: str) -> Iterator[inspect.Parameter]:
+def _parameters(record: type[Options], verb: str, heading: str | None = None) -> Iterator[inspect.Parameter]:
     for name, field in record.model_fields.items():
+        heading = record.headings.get(name, heading)
         if _is_record(field.annotation):
-            yield from _parameters(field.annotation, verb)  # type: ignore[arg-type]  # it is a record
+            yield from _parameters(field.annotation, verb, heading)  # type: ignore[arg-type]  # it is a record
         else:
-            yield _option(name, field, verb)
+            yield _option(name, field, verb, heading)
 
 
-def _option(name: str, field: FieldInfo, verb: str) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo, verb: str, heading: str | None) -> inspect.Parameter:
     """The parameter from which typer makes the option of this field."""
     extra: dict[str, Any] = field.json_schema_extra or {}  # type: ignore[assignment]  # a dict where `option` made it
     flag = _flag(name, field)
@@ -152,7 +163,8 @@ def _option(name: str, field: FieldInfo, verb: str) -> inspect.Parameter:
     said: dict[str, Any] = {"help": field.description, "metavar": extra.get("metavar"), **bounds}
     if extra.get("argument"):
         return _parameter(name, Annotated[annotation, typer.Argument(**said)], default)
-    return _parameter(name, Annotated[annotation, typer.Option(flag, envvar=_environment(verb, flag), **said)], default)
+    said |= {"envvar": _environment(verb, flag), "rich_help_panel": heading}
+    return _parameter(name, Annotated[annotation, typer.Option(flag, **said)], default)
 
 
 def _record(record: type[Options], context: typer.Context, values: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Options of a verb as one frozen record: the command line, the environment, `--config` and Python share its fields."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,7 +16,11 @@ class Options(Record):
     """Base of the option records. A field is one option; another record as a field adds that record's options.
 
     The option of a field is called --FIELD, with dashes; units are in the names. Wrong values raise ValueError.
+
+    headings: what the help prints above the option of a field and those that follow.
     """
+
+    headings: ClassVar[Mapping[str, str]] = {}
 
     @field_validator("*")
     @classmethod

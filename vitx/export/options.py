@@ -1,7 +1,8 @@
 """What `vitx export` may be told. Every default is here, and nowhere else."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, model_validator
 
@@ -49,6 +50,13 @@ class EngineOptions(Options):
 class ExportOptions(Options):
     """What to make of a source; seconds and memory_gib (resident) are limits of each conversion."""
 
+    headings: ClassVar[Mapping[str, str]] = {
+        "precision": "Precision",
+        "without": "Rewrites",
+        "trt": "Engines",
+        "checkpoint": "Certificate",
+        "outputs": "What else is written",
+    }
     precision: Precision = option("fp32", "Written into the graph.")
     base: Base | None = option(
         None, "What computes beside int8 and fp8 products. Default: fp16 for TensorRT and for fp8, fp32 for a CPU."
@@ -74,8 +82,9 @@ class ExportOptions(Options):
         "Add what may be fastest there, and keep what passes: an int8 graph, OpenVINO IR, and it in bfloat16.",
         flag="--for",
     )
-    triton: Path | None = option(None, "Also write a Triton model repository.", metavar="DIR")
-    hub: Path | None = option(None, "Also write timm's and Hugging Face's layout, with a model card.", metavar="DIR")
+    seconds: float = option(3600, "Time limit of one conversion.", ge=1)
+    memory_gib: float = option(64, "Memory limit of one conversion.", ge=0.1)
+    checkpoint: CheckpointOption = "best"
     data: DataOption = None
     max_flip_rate: MaxFlipRate = 0.01
     witness: Annotated[int | None, BeforeValidator(parse_witness)] = option(
@@ -84,18 +93,17 @@ class ExportOptions(Options):
         metavar="N|none",
         text=True,
     )
+    device: DeviceOption = "auto"
+    uncertified: bool = option(False, "Write the bundle without comparing it with the checkpoint.")
     outputs: tuple[str, ...] = option(
         (),
         "What sessions may ask for beside logits: embedding, attention or rollout; may be repeated.",
         flag="--output",
         metavar="NAME",
     )
+    triton: Path | None = option(None, "Also write a Triton model repository.", metavar="DIR")
+    hub: Path | None = option(None, "Also write timm's and Hugging Face's layout, with a model card.", metavar="DIR")
     sign: Path | None = option(None, "Sign the bundle with this private key (elliptic curve, PEM).", metavar="KEY")
-    checkpoint: CheckpointOption = "best"
-    uncertified: bool = option(False, "Write the bundle without comparing it with the checkpoint.")
-    device: DeviceOption = "auto"
-    seconds: float = option(3600, "Time limit of one conversion.", ge=1)
-    memory_gib: float = option(64, "Memory limit of one conversion.", ge=0.1)
 
     def quantize_for(self) -> Target:
         """The target of an int8 or fp8 graph: fp8 has no other than TensorRT."""

@@ -1,8 +1,9 @@
 """What `vitx predict` may be told. Every number has its default here, and nowhere else."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -61,16 +62,19 @@ def _parse_names(given: Any) -> Any:
 class PredictOptions(Options):
     """Options of a prediction; ray, ray_actors, threads, device and runtime are those of what runs the bundle."""
 
-    batch_size: int = option(32, "Images to a batch.", flag="--batch", ge=1)
+    headings: ClassVar[Mapping[str, str]] = {
+        "top_k": "Columns",
+        "image_column": "Parquet files",
+        "strict": "Unreadable images",
+        "batch_size": "Speed",
+        "shard_size": "Parts and repeated runs",
+        "allow_uncertified": "Certificate",
+        "ray": "Ray",
+    }
     top_k: int = option(5, "Classes listed for each image.", ge=1)
     logits: bool = option(False, "Add a column of all logits.")
     embeddings: bool = option(False, "Add a column of the features before the classifier.")
     attention: bool = option(False, "Add a column of how far each patch is looked at; see vitx export --output.")
-    draft: bool = option(False, "Decode faster, not quite the same pixels; refused where classes change.")
-    strict: bool = option(False, "Stop at the first unreadable image.")
-    max_error_rate: float = option(0.01, "Exit code 1 if a larger share of the images is unreadable.", ge=0, le=1)
-    retry_errors: bool = option(False, "Read again what was unreadable in a finished run; its other rows stay.")
-    shard_size: int = option(4096, "Files to a unit of work.", ge=1)
     image_column: str | None = option(None, "Of Parquet files, where several columns hold bytes.")
     key: str | None = option(None, "Of Parquet files: the column whose values, all different, are `path`.")
     columns: Annotated[tuple[str, ...] | None, BeforeValidator(_parse_names)] = option(
@@ -79,8 +83,17 @@ class PredictOptions(Options):
         metavar="A,B",
         text=True,
     )
+    strict: bool = option(False, "Stop at the first unreadable image.")
+    max_error_rate: float = option(0.01, "Exit code 1 if a larger share of the images is unreadable.", ge=0, le=1)
+    retry_errors: bool = option(False, "Read again what was unreadable in a finished run; its other rows stay.")
+    batch_size: int = option(32, "Images to a batch.", flag="--batch", ge=1)
+    draft: bool = option(False, "Decode faster, not quite the same pixels; refused where classes change.")
     read_threads: int | None = option(None, "Files read at once. Default: 2, of a URL 16.", ge=1)
     decode_threads: int | None = option(None, "Images decoded at once. Default: all cores.", ge=1)
+    threads: Threads = None
+    device: DeviceOption = "auto"
+    runtime: RuntimeOption = "auto"
+    shard_size: int = option(4096, "Files to a unit of work.", ge=1)
     shard: Annotated[Share | None, BeforeValidator(_parse_share)] = option(
         None, "This is job I of N that share the input, each with a part; on any machines.", metavar="I/N", text=True
     )
@@ -93,9 +106,6 @@ class PredictOptions(Options):
     ray_actors: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
         None, "Actors of --ray. Default: one a GPU, or as many as fit the CPUs.", metavar="N|MIN:MAX", text=True
     )
-    threads: Threads = None
-    device: DeviceOption = "auto"
-    runtime: RuntimeOption = "auto"
 
     @property
     def share(self) -> Share:

@@ -1,8 +1,9 @@
 """What `vitx serve` may be told. Every number has its default here, and nowhere else."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, WrapValidator
 
@@ -26,6 +27,15 @@ def _version_policies(given: tuple[str, ...]) -> tuple[str, ...]:
 class ServeOptions(Options):
     """Options of the server. shared_memory trusts whoever reaches the port."""
 
+    headings: ClassVar[Mapping[str, str]] = {
+        "repository": "Models",
+        "host": "Network",
+        "max_batch": "Batches",
+        "max_body_mib": "Limits",
+        "token_file": "Access",
+        "access_log": "Logs and traces",
+        "ray": "Ray",
+    }
     bundles: tuple[Path, ...] = option(
         (), "Bundles made by `vitx export`, or their URLs.", metavar="BUNDLE", argument=True
     )
@@ -37,14 +47,21 @@ class ServeOptions(Options):
         "Versions of the repository's models, or of model NAME: all (the default), latest:2, or 1,3; may be repeated.",
         metavar="[NAME=]POLICY",
     )
+    watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
+    runtime: shared.RuntimeOption = "auto"
+    device: shared.DeviceOption = "auto"
+    allow_uncertified: shared.AllowUncertified = False
+    require_signature: shared.RequireSignature = None
+    canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
     port: int = option(8000, "0 takes any free port and prints it.", ge=0, le=65535)
     grpc_port: int | None = option(None, "Serve gRPC there too; Triton's is 8001, 0 any free port.", ge=0, le=65535)
-    shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
+    shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     max_batch: int = option(32, "Images in a batch at most.", ge=1, le=shared.MAX_BATCH)
     max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
+    timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)
     instances: int | None = option(
         None, "Batches at the same time. Default: what `vitx bench --tune` found, else by the load.", ge=1, le=1024
     )
@@ -52,30 +69,26 @@ class ServeOptions(Options):
         None, "Threads of an instance. Default: what `vitx bench --tune` found, else by the load.", ge=1, le=1024
     )
     workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1, le=1024)
-    device: shared.DeviceOption = "auto"
-    runtime: shared.RuntimeOption = "auto"
-    timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)
+    decode: Literal["threads", "processes"] = option(
+        "threads", "Where images are decoded; in processes nothing that crashes or hangs there ends the server."
+    )
+    cache: Annotated[ByteSize | None, WrapValidator(shared.byte_size)] = option(
+        None, "Keep answers to content that may come again, so many bytes, such as 256MiB.", metavar="SIZE", text=True
+    )
     max_body_mib: float = option(64, "Body of a request, also when decompressed.", ge=0.001)
     max_images: int = option(256, "Images in one request.", ge=1)
     max_pixels: int = option(50_000_000, "Pixels of an encoded image.", ge=1)
     max_header_kib: float = option(32, "Request line and headers.", ge=1)
     max_json_depth: int = option(16, "Nesting of a request's JSON.", ge=4)
     max_connections: int = option(1000, "Open connections; beyond, they get 503.", ge=1)
+    max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
     header_timeout: float = option(10, "Seconds for a request's headers.", ge=0.1)
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
-    max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
-    cache: Annotated[ByteSize | None, WrapValidator(shared.byte_size)] = option(
-        None, "Keep answers to content that may come again, so many bytes, such as 256MiB.", metavar="SIZE", text=True
-    )
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
-    decode: Literal["threads", "processes"] = option(
-        "threads", "Where images are decoded; in processes nothing that crashes or hangs there ends the server."
-    )
-    watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
+    token_file: Path | None = option(None, "File with the token that requests must bring.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")
     management_token_file: Path | None = option(None, "File with the token for --management.")
-    token_file: Path | None = option(None, "File with the token that requests must bring.")
     metrics: Literal["token", "open", "off"] = option(
         "token", "Who may read /metrics: who has the token (without one everybody), everybody, nobody."
     )
@@ -86,7 +99,6 @@ class ServeOptions(Options):
     tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
     tls_key: Path | None = option(None, "Its private key in PEM.")
     tls_client_ca: Path | None = option(None, "Authorities in PEM: clients need a certificate signed by one of them.")
-    canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
     access_log: str | None = option(None, "Write one JSON line a request to this file; '-' is standard output.")
     otlp_endpoint: str | None = option(None, "Send traces to this OpenTelemetry collector: http://HOST:4318.")
     ray: shared.RayAddress = None
@@ -96,8 +108,6 @@ class ServeOptions(Options):
         metavar="N|MIN:MAX",
         text=True,
     )
-    allow_uncertified: shared.AllowUncertified = False
-    require_signature: shared.RequireSignature = None
 
     @property
     def batching(self) -> Batching:
