@@ -60,7 +60,7 @@ class TorchSession(Session):
             for rows in (2, 1):  # torch specialises on a size of one, so it is compiled separately
                 self.infer(np.zeros((rows, size, size, 3), dtype=np.uint8))
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = " ".join(str(error).split("\n")[:2]).strip()  # "backend='inductor' raised:", and what
             raise EnvironmentMissing(f"torch.compile cannot compile the network ({reason}): choose torch") from None
 
     @torch.inference_mode()
