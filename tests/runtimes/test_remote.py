@@ -1,6 +1,7 @@
 """A served model as a session, on a server of the test: what is sent, what is read, and answers that are no such."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.preprocess import Preprocessing
+from vitx.runtimes import remote
 from vitx.runtimes.remote import RemoteSession
 
 PREPROCESSING = Preprocessing(image_size=4, mean=(0.5, 0.25, 0.125), std=(0.5, 0.25, 0.5))
@@ -35,7 +37,7 @@ class Model:
     )
     config: dict[str, Any] = field(default_factory=lambda: {"max_batch_size": 24})
     instead: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
 
     def answer(self, path: str, body: bytes, length: int) -> tuple[int, bytes, int]:
@@ -55,6 +57,7 @@ class Model:
         (given,), (wanted,) = request["inputs"], request["outputs"]
         assert given["name"] == self.inputs[0]["name"]
         assert wanted["parameters"] == {"binary_data": True}
+        assert given["shape"] == [len(IMAGES), *((4, 4, 3) if given["datatype"] == "UINT8" else (3, 4, 4))]
         assert given["parameters"] == {"binary_data_size": len(body) - length}
         images = np.frombuffer(body[length:], TYPES[given["datatype"]]).reshape(len(IMAGES), -1).astype(np.float64)
         datatype = next(each["datatype"] for each in self.outputs if each["name"] == wanted["name"])
@@ -68,7 +71,7 @@ class Model:
 def serving(model: Model) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            model.requests.append((self.path, self.headers["Authorization"]))
+            model.requests.append((self.path, self.headers["Content-Type"], self.headers["Authorization"]))
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
             length = int(self.headers["Inference-Header-Content-Length"] or 0)
             status, text, json_length = model.answer(self.path, body, length)
@@ -101,7 +104,8 @@ def test_a_server_of_bundles_gets_pixels() -> None:
     pixels = IMAGES.reshape(5, -1)
     assert logits.dtype == np.float32
     assert logits.tolist() == np.stack([pixels.sum(1), pixels.max(1)], 1).tolist()
-    assert {token for _, token in model.requests} == {None}
+    assert {token for _, _, token in model.requests} == {None}
+    assert [kind for _, kind, _ in model.requests] == [None, None, None, "application/octet-stream"]
 
 
 @pytest.mark.parametrize(("datatype", "close"), [("FP32", 1e-5), ("FP16", 0.02)])
@@ -136,7 +140,7 @@ def test_the_token_goes_with_every_request_and_to_no_other_server() -> None:
     with serving(model) as url, RemoteSession(f"{url}/", PREPROCESSING, b"0123456789abcdef") as session:
         session.infer(IMAGES)
     paths = ["/v2", "/v2/models/m", "/v2/models/m/config", "/v2/models/m/infer"]
-    assert model.requests == [(path, "Bearer 0123456789abcdef") for path in paths]
+    assert [(path, token) for path, _, token in model.requests] == [(path, "Bearer 0123456789abcdef") for path in paths]
     other = Model()
     with serving(other) as elsewhere:
         moved = Model(instead={"/v2": (307, b"")}, headers={"Location": elsewhere})
@@ -259,3 +263,24 @@ def test_a_server_that_is_gone_is_one_error() -> None:
         pytest.raises(EnvironmentMissing, match=r"answers at http://.*/infer: \[Errno 111\] Connection refused"),
     ):
         session.infer(IMAGES)
+
+
+def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+        _, text, _ = model.answer("/v2", b"", 0)
+        model.instead["/v2/models/m/infer"] = 200, text
+        monkeypatch.setattr(remote, "_MOST_BYTES", len(text))
+        with pytest.raises(CheckFailed, match="has no logits for 5 images"):
+            session.infer(IMAGES)
+        monkeypatch.setattr(remote, "_MOST_BYTES", len(text) - 1)
+        with pytest.raises(CheckFailed, match=f"/infer is longer than {len(text) - 1} bytes"):
+            session.infer(IMAGES)
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_TIMEOUT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v2/models/m"
+        with pytest.raises(EnvironmentMissing, match=r"/v2: timed out"):
+            RemoteSession(url, PREPROCESSING)

@@ -6,6 +6,7 @@ Protocol: github.com/triton-inference-server/server, docs/protocol/extension_bin
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.error import HTTPError
@@ -20,7 +21,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.urls import http_opener, is_http, without_password
 from vitx.runtimes.session import LOGITS, Float32Array, Session, check_images
 
-_DTYPES = {"UINT8": "u1", "FP16": "<f2", "FP32": "<f4"}
+_DTYPES = {"FP16": "<f2", "FP32": "<f4"}
 _JSON_LENGTH = "Inference-Header-Content-Length"
 _TIMEOUT_SECONDS, _MOST_BYTES = 120.0, 2**28
 
@@ -84,10 +85,8 @@ class RemoteSession(Session):
         self._server = self._read(_Server, f"{address[1]}/v2")
         model = self._read(_Model, self.url)
         self._input, self._output = self._image_tensor(model), self._logits_tensor(model)
-        try:
+        with suppress(InputError):  # an extension that not every server has
             self.max_batch = self._read(_Config, f"{self.url}/config").max_batch_size or None
-        except InputError:  # an extension that not every server has
-            self.max_batch = None
 
     def describe(self) -> dict[str, Any]:
         return {"runtime": self._server.name, "version": self._server.version, "url": self.url}
@@ -100,7 +99,8 @@ class RemoteSession(Session):
         sent = {"inputs": [{**given, "parameters": {"binary_data_size": tensor.nbytes}}]}
         wanted = {"outputs": [{"name": self._output.name, "parameters": {"binary_data": True}}]}
         header = json.dumps(sent | wanted).encode()
-        reply, length = self._ask(f"{self.url}/infer", header + tensor.tobytes(), {_JSON_LENGTH: str(len(header))})
+        about = {_JSON_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
+        reply, length = self._ask(f"{self.url}/infer", header + tensor.tobytes(), about)
         try:
             (output,) = _Reply.model_validate_json(reply[:length]).outputs
             binary = np.frombuffer(reply[length:], _DTYPES[output.datatype])
@@ -155,10 +155,9 @@ class RemoteSession(Session):
 
     def _ask(self, url: str, body: bytes | None = None, headers: Mapping[str, str] = {}) -> tuple[bytes, int]:
         """The reply to a GET, or to a POST of `body`, and how many bytes of it are JSON."""
-        kind = {"Content-Type": "application/octet-stream"} if body is not None else {}
         bearer = {"Authorization": f"Bearer {self._token.decode()}"} if self._token else {}
         try:
-            request = Request(url, body, {**headers, **kind, **bearer})
+            request = Request(url, body, {**headers, **bearer})
             with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
                 if len(reply := bytes(answer.read(_MOST_BYTES + 1))) > _MOST_BYTES:
                     raise CheckFailed(f"the answer of {url} is longer than {_MOST_BYTES} bytes")
