@@ -1,6 +1,7 @@
 """Single steps in TensorBoard and beside the bar; a dry run; a run on photographs goes on with its own split."""
 
 import json
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
 
 
 def test_every_tenth_step_is_written_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 2.0, 22.0])
+    clock = count(0.0, 2.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     log = StepLog(tmp_path, steps=300, epochs=3, done=100, batch_size=8, device=torch.device("cpu"))
     with log:
@@ -35,6 +36,25 @@ def test_every_tenth_step_is_written_with_what_is_left(tmp_path: Path, monkeypat
     ended = read_record(tmp_path / PROGRESS_FILE, RunProgress)
     assert (ended.step, ended.steps, ended.epochs, round(ended.loss or 0, 4)) == (115, 300, 3, 1.1)
     assert (ended.images_per_second, ended.seconds_left, ended.ended) == (4.0, 378.0, True)
+
+
+def test_an_evaluation_is_no_step_and_the_last_one_is_still_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    log, notes = StepLog(tmp_path, steps=30, epochs=3, done=0, batch_size=8, device=torch.device("cpu")), []
+    for epoch in range(3):
+        log.begin_epoch()
+        for step in range(10 * epoch, 10 * epoch + 10):
+            now += 2.0
+            log(step, {"total": torch.tensor(1.0)}, 0.5, None)
+        notes.append(log.note)
+        now += 15.0
+    with log:
+        now += 1.0
+    # The first epoch does not know of evaluations; of the second two are left, of the third its own.
+    assert notes == [f"loss 1.000, 4 images/s, {left} s of the run left" for left in (58, 38 + 2 * 15, 18 + 15)]
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(99.4, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")])

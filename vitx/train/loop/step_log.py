@@ -35,28 +35,38 @@ class StepLog:
 
     def __init__(self, run: Path, *, steps: int, epochs: int, done: int, batch_size: int, device: torch.device) -> None:
         self.writer = SummaryWriter(str(run / "tensorboard" / "steps"), purge_step=done + 1)
-        self.steps, self.done, self.batch_size, self.device = steps, done, batch_size, device
-        self.start, self.first, self.latest, self.note = time.monotonic(), done, done, ""
-        self.progress_path, self.written = run / PROGRESS_FILE, 0.0
+        self.batch_size, self.device = batch_size, device
+        self.first, self.latest, self.note = done, done, ""
+        self.start = self.stepped = self.written = time.monotonic()
+        self.evaluating, self.evaluations = 0.0, 0  # the seconds between epochs, and how many there were
+        self.progress_path = run / PROGRESS_FILE
         self.progress = RunProgress(step=done, steps=steps, epochs=epochs)
         write_json(self.progress_path, self.progress)
 
+    def begin_epoch(self) -> None:
+        """Call before the steps of each epoch: since the last step an epoch was evaluated and saved."""
+        if self.latest > self.first:
+            self.evaluating += time.monotonic() - self.stepped
+            self.evaluations += 1
+
     def __call__(self, step: int, losses: dict[str, Tensor], rate: float, gradient_norm: Tensor | None) -> None:
         """Take note of step number `step`, from 0 on; the tensors are scalars on the device."""
-        self.latest, taken = step + 1, step + 1 - self.first
+        self.latest, taken, self.stepped = step + 1, step + 1 - self.first, time.monotonic()
         if (taken - 1) % STEPS_BETWEEN_SCALARS:
             return
         read = {f"step/loss/{name}": float(loss) for name, loss in losses.items()}
-        seconds = time.monotonic() - self.start
+        seconds, run = self.stepped - self.start - self.evaluating, self.progress
         speed = taken * self.batch_size / seconds
-        left = (self.steps - step - 1) * seconds / taken
+        # An epoch of this process has to end before it is known how long an evaluation takes.
+        evaluations = run.epochs - step // (run.steps // run.epochs)
+        left = (run.steps - step - 1) * seconds / taken + evaluations * self.evaluating / max(1, self.evaluations)
         self.note = f"loss {read['step/loss/total']:.3f}, {speed:.0f} images/s, {duration(left)} of the run left"
         known = {"step": step + 1, "images_per_second": speed, "seconds_left": left}
         if math.isfinite(read["step/loss/total"]):
             known["loss"] = read["step/loss/total"]
         self.progress = self.progress.model_copy(update=known)
-        if seconds - self.written > SECONDS_BETWEEN_FILES:
-            self.written = seconds
+        if self.stepped - self.written > SECONDS_BETWEEN_FILES:
+            self.written = self.stepped
             write_json(self.progress_path, self.progress)
         read |= {"step/lr": rate, "step/images_per_second": speed}
         if gradient_norm is not None:

@@ -399,6 +399,8 @@ class Trainer:
         """Take the remaining steps of `epoch`; return the mean of each loss over all steps of the epoch."""
         self.model.train()
         steps, checkpoint_steps, shown = self.data.steps, self.recipe.checkpoint_steps, 0.0
+        if self.step_log is not None:
+            self.step_log.begin_epoch()
         with progress(f"epoch {epoch}/{self.recipe.epochs}", steps, quiet=self.quiet) as bar:
             for batch in self.batches(epoch):
                 self.step(epoch, batch)
