@@ -51,14 +51,7 @@ def hessian_eigenvalues(
     generator = torch.Generator().manual_seed(seed)
     with hessian(model, images, labels, weight_decay=weight_decay, module=module) as operator:
         return top_eigenvalues(
-            operator.product,
-            operator.size,
-            k,
-            tolerance=tolerance,
-            max_products=max_products,
-            generator=generator,
-            dtype=operator.dtype,
-            device=operator.device,
+            **operator._asdict(), k=k, tolerance=tolerance, max_products=max_products, generator=generator
         )
 
 
@@ -137,12 +130,7 @@ def parameter_count(parameters: list[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def augmented_images(context: MetricContext) -> int:
-    """How many images `augmented_batches` gives."""
-    return min(len(context.images), context.options.batch_size * context.options.loss_batches)
-
-
-def augmented_batches(context: MetricContext) -> Iterator[tuple[Tensor, Tensor]]:
+def augmented_batches(context: MetricContext) -> Iterator[LabelledBatch]:
     """`loss_batches` batches, shifted by up to an eighth of the side: (images (B, 3, S, S), labels (B,)).
 
     A shift, drawn from the seed, with a mirrored border is the augmentation that all recipes share. Images are
@@ -150,14 +138,14 @@ def augmented_batches(context: MetricContext) -> Iterator[tuple[Tensor, Tensor]]
     as the images are mostly listed, has another loss and another Hessian than one of all.
     """
     source, images, options, *_ = context
-    chosen = images.evenly_spaced(augmented_images(context)).shuffled(options.seed)
+    chosen = images.evenly_spaced(options.batch_size * options.loss_batches).shuffled(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     device = next(source.model.parameters()).device
     max_shift = max(1, source.preprocessing.image_size // 8)
     # Sizes that differ by a few at most: the Hessian of a last batch of one image would count like that of a whole one.
     size = -(-len(chosen) // -(-len(chosen) // options.batch_size))
     batches = chosen.batches(source.preprocessing, size)
-    for _, pixels, labels in labelled_batches(batches, chosen.labels):
+    for _, pixels, labels in labelled_batches(context.shown(batches, len(chosen)), chosen.labels):
         inputs = image_tensor(pixels, source.preprocessing.mean, source.preprocessing.std)
         padded, side = F.pad(inputs, (max_shift,) * 4, mode="reflect"), inputs.shape[-1]
         offsets = torch.randint(0, 2 * max_shift + 1, (len(pixels), 2), generator=generator).tolist()

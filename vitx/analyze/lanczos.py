@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from scipy import integrate, linalg
 from torch import Tensor
 
 from vitx.core.errors import InputError
@@ -97,8 +98,7 @@ class _Krylov:
 
     def ritz_pairs(self) -> tuple[Float64Array, Float64Array, Float64Array]:
         """Ritz values in descending magnitude, their vectors as columns over the basis, and the pairs' residuals."""
-        off = self.off_diagonal[:-1]
-        values, columns = np.linalg.eigh(np.diag(self.diagonal) + np.diag(off, 1) + np.diag(off, -1))
+        values, columns = linalg.eigh_tridiagonal(self.diagonal, self.off_diagonal[:-1])
         order = np.argsort(-np.abs(values), kind="stable")
         return values[order], columns[:, order], self.off_diagonal[-1] * np.abs(columns[-1, order])
 
@@ -192,11 +192,9 @@ def smoothed_density(nodes: Sequence[float], weights: Sequence[float]) -> Densit
     """
     low, high = min(nodes), max(nodes)
     sigma = (high - low) / 100 or 1.0
-    grid, spacing = np.linspace(low - TAIL * sigma, high + TAIL * sigma, POINTS, retstep=True)
-    density = np.zeros(POINTS)
-    for node, weight in zip(nodes, weights, strict=True):
-        density += weight * np.exp(-0.5 * ((grid - node) / sigma) ** 2)
-    density /= spacing * (density.sum() - (density[0] + density[-1]) / 2)  # numpy 1 has no `trapezoid`
+    grid = np.linspace(low - TAIL * sigma, high + TAIL * sigma, POINTS)
+    density = np.exp(-0.5 * ((grid[:, None] - np.array(nodes)) / sigma) ** 2) @ np.array(weights)
+    density /= integrate.trapezoid(density, grid)
     return Density(grid=grid.tolist(), density=density.tolist(), sigma=sigma)
 
 

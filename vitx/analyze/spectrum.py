@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vitx.core.errors import InputError
+from vitx.models.similarity import at_least_float32
 
 # Added to amplitudes before the logarithm, as the paper's code does.
 EPS = 1e-6
@@ -24,14 +25,9 @@ def image_log_amplitudes(features_BCSS: Tensor) -> Tensor:
     *_, height, width = features_BCSS.shape
     if height != width:
         raise InputError(f"feature maps of {height} × {width}: the diagonal of the spectrum needs square ones")
-    values = _at_least_float32(features_BCSS).flatten(-2)
+    values = at_least_float32(features_BCSS).flatten(-2)  # a sum of 56 × 56 ordinary values is infinite in float16
     real, imaginary = (values @ part.to(values) for part in _diagonal_basis(width))
     return torch.log(torch.hypot(real, imaginary) + EPS).mean(dim=-2)
-
-
-def _at_least_float32(features: Tensor) -> Tensor:
-    """Both numbers are sums over a map, and that of 56 × 56 ordinary values is infinite in float16."""
-    return features.to(torch.promote_types(features.dtype, torch.float32))
 
 
 @lru_cache(maxsize=8)
@@ -67,7 +63,7 @@ def feature_variance(features_BCSS: Tensor) -> Tensor:
 
 def feature_variances(features_BCSS: Tensor) -> Tensor:
     """The variance (unbiased) of an image's map over its S² positions, averaged over C: (B,), squared activations."""
-    values = _at_least_float32(features_BCSS).flatten(-2)
+    values = at_least_float32(features_BCSS).flatten(-2)
     axis = -1
     if values.stride(-1) != 1:  # tokens: the channels of a position are contiguous; reduced as they lie in memory
         values, axis = values.transpose(-1, -2), -2

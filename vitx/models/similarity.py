@@ -40,12 +40,17 @@ def token_similarities(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
     return similarities_B
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """float16 and bfloat16 become float32; wider types stay."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def inverse_norm(vectors: Tensor, axis: int) -> Tensor:
     """Return 1/‖v‖ along `axis`, without it, in float32 or wider.
 
     It is 0 for vectors up to SHORTEST, with derivatives of 0 of every order.
     """
-    squared = vectors.to(torch.promote_types(vectors.dtype, torch.float32)).square().sum(dim=axis)
+    squared = at_least_float32(vectors).square().sum(dim=axis)
     has_direction = squared > SHORTEST**2
     # The root of 0 has no derivative, and what is not chosen below would multiply it by 0: it is taken of 1 there.
     return torch.where(has_direction, torch.where(has_direction, squared, 1.0).rsqrt(), 0.0)

@@ -6,7 +6,7 @@ import numpy as np
 from scipy import stats
 
 from vitx.analyze.findings.finding import RISK
-from vitx.analyze.intervals import FEWEST, Interval, Measured, holm, paired_change, percentiles, resample_weights
+from vitx.analyze.intervals import FEWEST, Interval, Measured, holm, paired_change, percentiles, resampled_means
 from vitx.core.files import Record
 from vitx.core.probabilities import ECE_BINS, Float64Array, confidence_bins
 
@@ -53,7 +53,7 @@ def _per_image(results: Mapping[str, Record]) -> dict[str, tuple[float, ...]]:
 def _compared(name: str, one: Float64Array, other: Float64Array) -> Difference:
     if name == "accuracy":
         return _accuracy_compared(one, other)
-    resampled = np.concatenate([weights @ (other - one) / len(one) for weights in resample_weights(len(one))])
+    resampled = resampled_means(other - one)
     (interval,) = percentiles(resampled[:, None])
     return _difference(name, float(one.mean()), float(other.mean()), interval, _bootstrap_p(resampled))
 
@@ -73,14 +73,8 @@ def _ece_compared(*columns: Float64Array) -> Difference:
         (confidence_bins(top)[:, None] == np.arange(ECE_BINS)) * (right - top)[:, None]
         for top, right in zip(tops, rights, strict=True)
     ]
-    images = len(tops[0])
-    one, other = (float(np.abs(gap.sum(axis=0)).sum()) / images for gap in gaps)
-    resampled = np.concatenate(
-        [
-            (np.abs(weights @ gaps[1]).sum(axis=1) - np.abs(weights @ gaps[0]).sum(axis=1)) / images
-            for weights in resample_weights(images)
-        ]
-    )
+    one, other = (float(np.abs(gap.mean(axis=0)).sum()) for gap in gaps)
+    resampled = np.diff([np.abs(resampled_means(gap)).sum(axis=1) for gap in gaps], axis=0)[0]  # of the same resamples
     (interval,) = percentiles(resampled[:, None])
     return _difference("ECE", one, other, interval, _bootstrap_p(resampled))
 

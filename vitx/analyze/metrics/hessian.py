@@ -9,7 +9,6 @@ from torch import nn
 from vitx.analyze.curvature import (
     LabelledBatch,
     augmented_batches,
-    augmented_images,
     hessian_eigenvalues,
     parameter_count,
     parameters_of,
@@ -80,7 +79,7 @@ def measure_hessian(context: MetricContext) -> HessianSpectrum:
     options = context.options
     return hessian_spectrum(
         context.source.model,
-        context.shown(augmented_batches(context), augmented_images(context)),
+        augmented_batches(context),
         options.eigenvalues,
         weight_decay=options.weight_decay,
         module=options.module,

@@ -10,7 +10,6 @@ from torch import nn
 from vitx.analyze.curvature import (
     LabelledBatch,
     augmented_batches,
-    augmented_images,
     hessian,
     parameter_count,
     parameters_of,
@@ -62,16 +61,7 @@ def hessian_density(
     for pixels, labels in batches:
         images += len(pixels)
         with hessian(model, pixels, labels, weight_decay=weight_decay, module=module) as operator:
-            quadrature = lanczos_quadrature(
-                operator.product,
-                operator.size,
-                steps=steps,
-                probes=probes,
-                generator=generator,
-                dtype=operator.dtype,
-                device=operator.device,
-            )
-        found.append(quadrature)
+            found.append(lanczos_quadrature(**operator._asdict(), steps=steps, probes=probes, generator=generator))
     if not found:
         raise InputError("the Hessian needs at least one batch of labelled images")
     pairs = sorted(pair for batch in found for pair in zip(batch.nodes, batch.weights, strict=True))
@@ -92,7 +82,7 @@ def measure_hessian_density(context: MetricContext) -> HessianDensity:
     options = context.options
     return hessian_density(
         context.source.model,
-        context.shown(augmented_batches(context), augmented_images(context)),
+        augmented_batches(context),
         weight_decay=options.weight_decay,
         module=options.module,
         seed=options.seed,

@@ -193,7 +193,7 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
     options = context.options
     found = loss_landscape(
         context.source.model,
-        list(augmented_batches(context)),
+        list(augmented_batches(context._replace(quiet=True))),
         points=options.landscape_points | 1,  # odd: the middle is the network itself
         weight_decay=options.weight_decay,
         seed=options.seed,

@@ -19,17 +19,14 @@ def tensorboard_writer(folder: Path, first_epoch: int) -> Iterator[Callable[[dic
 
     Events from `first_epoch` on are hidden: a killed process wrote them for epochs that are written again.
     """
-    writer = SummaryWriter(str(folder), purge_step=first_epoch)
-    try:
-        yield lambda metrics: _write(writer, metrics)
-    finally:
-        writer.close()
+    with SummaryWriter(str(folder), purge_step=first_epoch) as writer:
 
+        def write(metrics: dict[str, Any]) -> None:
+            for name, value in scalars(metrics):
+                writer.add_scalar(name, value, metrics["epoch"])
+            writer.flush()
 
-def _write(writer: SummaryWriter, metrics: dict[str, Any]) -> None:
-    for name, value in scalars(metrics):
-        writer.add_scalar(name, value, metrics["epoch"])
-    writer.flush()
+        yield write
 
 
 def scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vitx.core.errors import InputError
 from vitx.models.attention import HeadMixAttention
 from vitx.models.attention_maps import attention_maps
-from vitx.models.similarity import Over, map_similarity
+from vitx.models.similarity import Over, at_least_float32, map_similarity
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def mixed_similarities(model: nn.Module, *, over: Over = "heads", pairs: int = 0
 
     def compare(maps_BHNN: Tensor) -> None:
         with torch.autocast(maps_BHNN.device.type, enabled=False):
-            wide = maps_BHNN.to(torch.promote_types(maps_BHNN.dtype, torch.float32))
+            wide = at_least_float32(maps_BHNN)
             if before and not 0 < pairs <= len(similarities):
                 similarities.append(map_similarity(before[0], wide, over))
         before[:] = [wide]
@@ -70,9 +70,7 @@ class BlockQkv(NamedTuple):
 
     def maps(self) -> Tensor:
         """The softmax maps before dropout and before any head mix, in float32 or wider: (B, H, N, N)."""
-        q_BHNK, k_BHNK, _ = self.layer.split_heads(
-            self.qkv_BN3D.to(torch.promote_types(self.qkv_BN3D.dtype, torch.float32))
-        )
+        q_BHNK, k_BHNK, _ = self.layer.split_heads(at_least_float32(self.qkv_BN3D))
         with torch.autocast(q_BHNK.device.type, enabled=False):
             return self.layer.softmax_maps(q_BHNK, k_BHNK)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitx.core.errors import InputError, unknown_name
-from vitx.models.similarity import SHORTEST, token_similarity
+from vitx.models.similarity import SHORTEST, at_least_float32, token_similarity
 from vitx.train.recipes.image_and_loss_settings import LossVariant
 
 # The epsilons of the authors' code: added before each logarithm, and to the number of patches of a region.
@@ -31,8 +31,8 @@ def patch_cosine_loss(patches_BnD: Tensor, *, absolute: bool = False) -> Tensor:
         raise InputError(f"patch_cosine_loss needs at least 2 patches, got {patches_BnD.shape[1]}")
     with _no_autocast(patches_BnD):
         if absolute:
-            return token_similarity(_at_least_float32(patches_BnD), absolute=True)
-        similarity: Tensor = _MeanCosine.apply(_at_least_float32(patches_BnD))
+            return token_similarity(at_least_float32(patches_BnD), absolute=True)
+        similarity: Tensor = _MeanCosine.apply(at_least_float32(patches_BnD))
         return similarity
 
 
@@ -98,7 +98,7 @@ def patch_contrastive_loss(
     if early_BnD.shape != late_BnD.shape:
         raise InputError(f"early and late patches must have one shape, got {_shape(early_BnD)} and {_shape(late_BnD)}")
     with _no_autocast(late_BnD):
-        e_BnD, h_BnD = _at_least_float32(early_BnD).detach(), _at_least_float32(late_BnD)
+        e_BnD, h_BnD = at_least_float32(early_BnD).detach(), at_least_float32(late_BnD)
         positive_Bn = torch.linalg.vecdot(e_BnD, h_BnD)  # e_i·h_i
         n = h_BnD.shape[1]
         if n < 2 and (exclude_self or variant == "official"):
@@ -143,7 +143,7 @@ def patch_mixing_loss(logits_BnC: Tensor, targets: Tensor, *, label_smoothing: f
     if targets.shape != wanted:
         raise InputError(f"targets of patch logits {_shape(logits_BnC)} must be {tuple(wanted)}, got {_shape(targets)}")
     with _no_autocast(logits_BnC):
-        logits_MC = _at_least_float32(logits_BnC).flatten(0, 1)  # M = B·n patches
+        logits_MC = at_least_float32(logits_BnC).flatten(0, 1)  # M = B·n patches
         targets = targets.to(logits_MC.dtype) if targets.is_floating_point() else targets
         return F.cross_entropy(logits_MC, targets.flatten(0, 1), label_smoothing=label_smoothing)
 
@@ -167,7 +167,7 @@ def region_mixing_loss(
     if partner_Bn.shape != patches_BnD.shape[:2]:
         wanted = tuple(patches_BnD.shape[:2])
         raise InputError(f"partner_Bn must be {wanted} like the patches, got {_shape(partner_Bn)}")
-    wide_BnD = _at_least_float32(patches_BnD)  # the sum of a region may exceed float16
+    wide_BnD = at_least_float32(patches_BnD)  # the sum of a region may exceed float16
     losses = []
     for region_Bn, labels_BC in ((~partner_Bn, own_BC), (partner_Bn, partner_BC)):
         with _no_autocast(patches_BnD):
@@ -176,7 +176,7 @@ def region_mixing_loss(
             pooled_BD = (inside_Bn.unsqueeze(1) @ wide_BnD).squeeze(1) / (count_B + POOL_EPS).unsqueeze(-1)
         logits_BC = classify(pooled_BD.to(patches_BnD.dtype))
         with _no_autocast(patches_BnD):
-            log_probability_BC = (_at_least_float32(logits_BC).softmax(dim=-1) + LOG_EPS).log()
+            log_probability_BC = (at_least_float32(logits_BC).softmax(dim=-1) + LOG_EPS).log()
             divergence_BC = F.kl_div(log_probability_BC, labels_BC.to(log_probability_BC.dtype), reduction="none")
             # An empty region (an image without a box) has area 0 and adds nothing.
             losses.append((divergence_BC.sum(dim=-1) * count_B / inside_Bn.shape[1]).mean())
@@ -185,11 +185,6 @@ def region_mixing_loss(
 
 def _no_autocast(tensor: Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    """float16 and bfloat16 become float32; wider types stay."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _check_three_axes(tensor: Tensor, expected: str) -> None:

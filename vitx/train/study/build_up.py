@@ -89,8 +89,8 @@ def study_alternet(study: Study) -> StudyResult:
 
     for step in build_up(depths, train):
         steps.append(step)
-        study.write(tried, [step.model_dump() for step in steps])
-    return study.write(tried, [step.model_dump() for step in steps])
+        result = study.write(tried, [step.model_dump() for step in steps])
+    return result
 
 
 def _variant(attention_depths: Depths) -> Variant:

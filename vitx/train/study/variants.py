@@ -42,11 +42,11 @@ BASELINE = (*WITHOUT_LOSSES, "mixup.mixup=0.8", "mixup.cutmix=1.0")
 
 @dataclass(frozen=True)
 class Published:
-    """A study beside its paper: the recipe it varies by default, its rows, and what the paper's numbers are of."""
+    """A study beside its paper: its rows, what the paper's numbers are of, and the recipe it varies by default."""
 
-    recipe: str
     variants: Callable[[Recipe], list[Variant]]
     paper: str
+    recipe: str = "digits-deit"
 
 
 def _weights(recipe: Recipe) -> dict[str, float]:
@@ -168,39 +168,32 @@ def precision_variants(_recipe: Recipe) -> list[Variant]:
 
 STUDIES: dict[Kind, Published] = {
     "ablation": Published(
-        "digits-deit",
         ablation_variants,
         "Gong et al., Table 1: DeiT-B of 12 blocks x 768, ImageNet, 224 px, 300 epochs",
     ),
     "losses": Published(
-        "digits-deit",
         losses_variants,
         "Gong et al.: DeiT-B of 12 and 24 blocks x 768, ImageNet, 224 px, 300 to 400 epochs",
     ),
     "depth": Published(
-        "digits-deit",
         lambda recipe: depth_variants(DEPTHS),
         "DeepViT's depth table: 12 heads, width 384, ImageNet, 224 px; layers that repeat their maps at 16, 24, 32 "
         "blocks: 5, 11, 15 plain, none with Re-Attention",
     ),
     "talking-heads": Published(
-        "digits-deit",
         talking_heads_variants,
         "Gong et al.: DeiT-B of 12 blocks x 768, ImageNet, 224 px, 300 to 400 epochs",
     ),
     "finetune": Published(
-        "digits-deit",
         finetune_variants,
         "Gong et al.: DeiT-B of 12 blocks x 768 from 224 to 384 px, ImageNet, 30 epochs",
     ),
-    "methods": Published(
-        "digits-deit", methods_variants, "no paper has all of them; each compares its own with the plain network"
-    ),
+    "methods": Published(methods_variants, "no paper has all of them; each compares its own with the plain network"),
     "kernel-size": Published(
-        "digits-deit", kernel_size_variants, "Park & Kim draw accuracies of a ViT on CIFAR-100 and print no numbers"
+        kernel_size_variants, "Park & Kim draw accuracies of a ViT on CIFAR-100 and print no numbers"
     ),
-    "precision": Published("digits-deit", precision_variants, "DeepViT's configurations train in float32"),
+    "precision": Published(precision_variants, "DeepViT's configurations train in float32"),
     "alternet": Published(
-        "digits-alternet", lambda recipe: [], "Park & Kim draw the build-up on CIFAR-100 and print no numbers"
+        lambda recipe: [], "Park & Kim draw the build-up on CIFAR-100 and print no numbers", "digits-alternet"
     ),
 }
