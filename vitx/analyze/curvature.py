@@ -82,7 +82,7 @@ def hessian(
             raise InputError(f"the loss of the batch is {loss.item()}: its weights or images are not finite")
 
         def product(vector: Tensor) -> Tensor:
-            parts = torch.split(vector, [parameter.numel() for parameter in chosen])
+            parts = torch.split(vector, [*map(torch.numel, chosen)])
             directions = [
                 part.view_as(gradient)
                 for part, gradient in zip(parts, gradients, strict=True)
@@ -91,7 +91,7 @@ def hessian(
             rows = torch.autograd.grad(reached, chosen, directions, retain_graph=True, materialize_grads=True)
             return torch.cat([row.reshape(-1) for row in rows]).add_(vector, alpha=weight_decay)
 
-        yield Hessian(product, parameter_count(chosen), chosen[0].dtype, chosen[0].device)
+        yield Hessian(product, sum(map(torch.numel, chosen)), chosen[0].dtype, chosen[0].device)
 
 
 def mean_nll(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -124,10 +124,6 @@ def parameters_of(model: nn.Module, module: str) -> list[nn.Parameter]:
     if not chosen:
         raise InputError(f"module '{module}' has no parameters: choose one that has, or '' for the whole network")
     return chosen
-
-
-def parameter_count(parameters: list[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def augmented_batches(context: MetricContext) -> Iterator[LabelledBatch]:

@@ -79,7 +79,7 @@ class _Krylov:
         vector = self._next
         self.basis.append(vector)
         image = self.product(vector).clone()  # the operator may use its own tensor again
-        length = _norm(image)
+        length = float(image.norm())
         if not math.isfinite(length):
             what = "NaN or infinity in the weights or the images"
             overflow = (
@@ -113,7 +113,7 @@ class _Krylov:
         for _ in range(2):
             for other in self.basis:
                 vector.addcmul_(other, other @ vector, value=-1)
-        return _norm(vector)
+        return float(vector.norm())
 
 
 def top_eigenvalues(
@@ -211,7 +211,3 @@ def _drawer(
 
 def _random_signs(size: int, *, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (size,), generator=generator) * 2 - 1
-
-
-def _norm(vector: Tensor) -> float:
-    return float(torch.linalg.vector_norm(vector))

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import nn
 
 from vitx.analyze.curvature import (
     LabelledBatch,
     augmented_batches,
     hessian_eigenvalues,
-    parameter_count,
     parameters_of,
 )
 from vitx.analyze.intervals import batch_interval, with_interval
@@ -58,15 +58,14 @@ def hessian_spectrum(
     found, images = [], 0
     for pixels, labels in batches:
         images += len(pixels)
-        of_batch = model, pixels, labels, k
-        found.append(hessian_eigenvalues(*of_batch, weight_decay=weight_decay, module=module, seed=seed))
+        found.append(hessian_eigenvalues(model, pixels, labels, k, weight_decay=weight_decay, module=module, seed=seed))
     if not found:
         raise InputError("the Hessian needs at least one batch of labelled images")
     values = [value for batch in found for value in batch.values]
     positive = [value for value in values if value > 0]
     return HessianSpectrum(
         module=module,
-        parameters=parameter_count(parameters_of(model, module)),
+        parameters=sum(map(torch.numel, parameters_of(model, module))),
         weight_decay=weight_decay,
         images=images,
         batches=found,

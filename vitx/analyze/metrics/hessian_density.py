@@ -11,7 +11,6 @@ from vitx.analyze.curvature import (
     LabelledBatch,
     augmented_batches,
     hessian,
-    parameter_count,
     parameters_of,
 )
 from vitx.analyze.lanczos import Density, lanczos_quadrature, smoothed_density
@@ -68,7 +67,7 @@ def hessian_density(
     nodes, weights = [node for node, _ in pairs], [weight / len(found) for _, weight in pairs]
     return HessianDensity(
         module=module,
-        parameters=parameter_count(parameters_of(model, module)),
+        parameters=sum(map(torch.numel, parameters_of(model, module))),
         weight_decay=weight_decay,
         images=images,
         products=sum(batch.products for batch in found),

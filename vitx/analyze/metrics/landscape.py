@@ -25,7 +25,6 @@ from vitx.core.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import BoundaryNorm
     from matplotlib.figure import Figure
 
 Grid = npt.NDArray[np.float64]
@@ -211,6 +210,7 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
 
 
 def draw_landscape(results: Results) -> "Figure":
+    from matplotlib.colors import BoundaryNorm
     from matplotlib.figure import Figure
 
     records: Mapping[str, LossLandscape] = results
@@ -219,9 +219,10 @@ def draw_landscape(results: Results) -> "Figure":
         nll = np.array([[np.nan if value is None else value for value in row] for row in record.nll])
         finite = nll[np.isfinite(nll)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-        colours: dict[str, Any] = {"cmap": COLOURS, "norm": _norm(_levels(low, high))}
+        levels = _levels(low, high)
+        colours: dict[str, Any] = {"cmap": COLOURS, "norm": BoundaryNorm(levels.tolist(), 256)}
         axes = figure.add_subplot(len(records), 2, 2 * row + 1)
-        _draw_contour(figure, axes, record, nll, _levels(low, high), colours)
+        _draw_contour(figure, axes, record, nll, levels, colours)
         axes.set_title(f"{network}\n{low:.3g} to {high:.3g} nats, + the weights", fontsize="medium")
         _draw_surface(figure.add_subplot(len(records), 2, 2 * row + 2, projection="3d"), record, nll, colours)
     return figure
@@ -256,7 +257,7 @@ def _draw_surface(axes: Any, record: LossLandscape, nll: Grid, colours: dict[str
         axis.set_major_locator(MaxNLocator(4))
 
 
-def _levels(low: float, high: float) -> npt.NDArray[np.float64]:
+def _levels(low: float, high: float) -> Grid:
     """Even steps of the logarithm where the loss spans more than a factor of ten, of the loss itself elsewhere."""
     high = max(high, low + 1e-6)
     return np.geomspace(low, high, 15) if _is_wide(low, high) else np.linspace(low, high, 15)
@@ -264,12 +265,6 @@ def _levels(low: float, high: float) -> npt.NDArray[np.float64]:
 
 def _is_wide(low: float, high: float) -> bool:
     return 0 < low < high / 10
-
-
-def _norm(levels: npt.NDArray[np.float64]) -> "BoundaryNorm":
-    from matplotlib.colors import BoundaryNorm
-
-    return BoundaryNorm(levels.tolist(), 256)
 
 
 def _landscape_line(found: LossLandscape) -> str:

@@ -4,7 +4,6 @@ import errno
 import os
 import sys
 import time
-from types import TracebackType
 from typing import IO
 
 from vitx.core.console import log
@@ -59,9 +58,7 @@ class RunLock:
                 logged = True
             time.sleep(SECONDS_BETWEEN_TRIES)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -102,10 +102,8 @@ def _fitted(recipe: Recipe, start: str | None, device: str, *, goes_on: bool) ->
 
         begun = begun_from(recipe, start)
         if goes_on:
-            if (
-                begun.model.initial_checkpoint != recipe.model.initial_checkpoint
-                or begun.model.name != recipe.model.name
-            ):
+            now, before = ((each.model.initial_checkpoint, each.model.name) for each in (begun, recipe))
+            if now != before:
                 began = f"'{recipe.model.initial_checkpoint}'" if recipe.model.initial_checkpoint else "random weights"
                 raise InputError(f"--from {start}: the run began from {began}: leave it out, or pass another --out")
             return recipe
