@@ -308,6 +308,24 @@ def test_workers_are_started_once_and_anew_for_another_number(monkeypatch: pytes
     }
 
 
+def test_workers_begin_with_sigterm_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do threads that OpenBLAS starts in them before all else: one that did not block it would end its worker."""
+    masks: list[set[signal.Signals]] = []
+
+    class Loader:
+        def __init__(self, *_: Any, num_workers: int, **__: Any) -> None:
+            self.num_workers = num_workers
+
+        def __iter__(self) -> Any:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+            return iter([])
+
+    monkeypatch.setattr(training_data, "DataLoader", Loader)
+    assert list(data()[0]._prepared_ahead([], 1)) == []
+    masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    assert [signal.SIGTERM in mask for mask in masks] == [True, False]
+
+
 def test_a_worker_leaves_signals_to_the_process_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     stand_in = SimpleNamespace(

@@ -183,7 +183,7 @@ class TrainingData:
                 worker_init_fn=_start_worker,
                 persistent_workers=True,
             )
-        return iter(self._loader)
+        return _started_without_sigterm(self._loader)
 
 
 def _no_shared_memory(error: RuntimeError, size: int) -> EnvironmentMissing:
@@ -196,6 +196,21 @@ def _no_shared_memory(error: RuntimeError, size: int) -> EnvironmentMissing:
         f"no shared memory for a batch of {size:,} bytes ({first_line(error)}): {remedy}, or lower workers "
         "(--set workers=0)"
     )
+
+
+def _started_without_sigterm(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's iterator, whose workers begin with SIGTERM blocked.
+
+    They inherit it, and so do threads that libraries such as OpenBLAS start in them before `_start_worker`: one that
+    did not block the signal would end the worker.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(_: int) -> None:
