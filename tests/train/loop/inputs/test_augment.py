@@ -310,7 +310,7 @@ def test_workers_are_started_once_and_anew_for_another_number(monkeypatch: pytes
 
 def test_workers_begin_with_sigterm_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do threads that OpenBLAS starts in them before all else: one that did not block it would end its worker."""
-    masks: list[set[signal.Signals]] = []
+    masks: list[set[int | signal.Signals]] = []
 
     class Loader:
         def __init__(self, *_: Any, num_workers: int, **__: Any) -> None:
