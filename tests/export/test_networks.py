@@ -78,6 +78,8 @@ PLACES = {
     "deit_small_12_talking": {**DEIT, "drop-row-constants": 12},
     "attnscale_small_12": {**DEIT, "drop-row-constants": 12},
     "featscale_small_12": FEATSCALE,
+    # The first block's values keep their bias: the others read them.
+    "deit_tiny_neutreno_patch16_224": {**DEIT, "drop-row-constants": 12, "fold-value-bias": 11},
     "alternet_18": {"remove-dead-outputs": 4, "fold-normalization": 1},
 }
 # DeepViT-L's blocks are DeepViT-S's, wider. AlterNet's windows of 7 do not divide the maps of 32 px.
@@ -87,6 +89,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "deit_small_12_talking": {"depth": 2},
     "attnscale_small_12": {"depth": 2},
     "featscale_small_12": {"depth": 2},
+    "deit_tiny_neutreno_patch16_224": {"depth": 3},
     "alternet_18": {"depths": (1, 2, 1, 1), "attention_depths": (0, 1, 0, 0)},
 }
 # Blocks whose attention over all tokens has a mix over heads; the last block computes the class token alone.

@@ -2,13 +2,22 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from reference import randomize, randomize_like_trained, seq
 from vitx.core.errors import InputError
-from vitx.models import AttnScaleAttention, PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
+from vitx.models import (
+    AttnScaleAttention,
+    NeutrenoAttention,
+    PlainAttention,
+    ReAttention,
+    TalkingHeadsAttention,
+    fold_head_mix,
+)
+from vitx.models.attention import FirstValues
 from vitx.models.head_mix import mix_heads
 
 
@@ -115,6 +124,20 @@ def test_attn_scale_drops_the_same_entries_fused_or_not() -> None:
         found.append(attention(seq(3, 2, 5, 8)))
     torch.testing.assert_close(*found)
     assert not torch.allclose(found[0], attention.eval()(seq(3, 2, 5, 8)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_neutreno_reproduces_the_reference(fused: bool) -> None:
+    shared, found = FirstValues(), []
+    for phase, first in ((3, True), (4, False)):
+        attention = NeutrenoAttention(8, 2, qkv_bias=False, first=first).double()
+        attention.fused_attn = fused
+        weights = reference_attn_scale().state_dict()
+        attention.load_state_dict({key: value for key, value in weights.items() if key != "lamb"})
+        found.append(attention(seq(phase, 1, 3, 8), shared)[0, 0].tolist())
+    plain = [-7.547923, -14.599133, -15.106423, -8.827438, 1.431453, 11.069176, 15.753429, 13.36825]
+    second = [-11.890672, -16.10467, -13.098959, -4.208061, 6.589252, 14.450224, 15.840082, 10.121612]
+    np.testing.assert_allclose(found, [plain, second], atol=1e-6, rtol=0)
 
 
 def test_the_fold_reproduces_the_reference() -> None:

@@ -118,6 +118,8 @@ def by_hand(name: str) -> int:
         return digits(mixes=3 if name.startswith("deepvit") else 0)
     if name.startswith(("attnscale", "featscale")):  # no product more than DeiT
         return deit(name.replace(name.split("_")[0], "deit"))
+    if name == "deit_tiny_neutreno_patch16_224":
+        return deit("deit_tiny_12")
     return {"deit": deit, "deepvit": deepvit, "plainvit": deepvit, "alternet": alternet}[name.split("_")[0]](name)
 
 

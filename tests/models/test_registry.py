@@ -1,4 +1,4 @@
-"""What every name is built with, written out again from the papers' tables: the 91 names without building one."""
+"""What every name is built with, written out again from the papers' tables: the 92 names without building one."""
 
 import json
 from importlib.resources import files
@@ -15,6 +15,7 @@ from vitx.models.vit import VisionTransformer
 
 HALF, IMAGENET = ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ZOO = {entry["name"]: entry for entry in json.loads(files("vitx.models").joinpath("zoo.json").read_text())}
+NEUTRENO = "deit_tiny_neutreno_patch16_224"  # Nguyen et al. train this size alone
 Arguments = dict[str, Any]
 
 
@@ -80,6 +81,10 @@ def digits(name: str) -> tuple[Arguments, Arguments]:
 def by_hand(name: str) -> tuple[Arguments, Arguments]:
     if name.endswith("_digits"):
         return digits(name)
+    if name == NEUTRENO:
+        arguments, cfg = deit("deit_tiny_12")
+        del arguments["img_size"]
+        return {**arguments, "attention": "neutreno"}, cfg
     family = {"deit": deit, "deepvit": deepvit, "plainvit": deepvit, "alternet": alternet}
     return family.get(name.split("_")[0], anti_oversmoothing)(name)
 
@@ -95,7 +100,7 @@ def names_by_hand() -> set[str]:
         for depth in (12, 24)
     }
     names |= {f"alternet_{depth}{end}" for depth in (18, 34, 50, 101, 152) for end in ("", "_cifar")}
-    return names | {"deepvit_l_384", "deit_digits", "deepvit_digits"}
+    return names | {"deepvit_l_384", "deit_digits", "deepvit_digits", NEUTRENO}
 
 
 @pytest.fixture

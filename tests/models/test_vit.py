@@ -10,7 +10,14 @@ from torch import Tensor
 
 from reference import randomize, seq
 from vitx.core.errors import InputError
-from vitx.models import Block, VisionTransformer, attention_std, forward_with_tokens, token_similarity
+from vitx.models import (
+    Block,
+    VisionTransformer,
+    attention_maps,
+    attention_std,
+    forward_with_tokens,
+    token_similarity,
+)
 from vitx.models.attention import AttnScaleAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.vit import scale_frequencies
 
@@ -57,6 +64,72 @@ def test_feat_scale_is_behind_attention_and_begins_without_change() -> None:
     high = (y - y.mean(-2, keepdim=True)) * first.lamb2
     middle = x + ((y + low + high) + low + high)
     torch.testing.assert_close(first(x), middle + first.mlp(first.norm2(middle)), atol=1e-12, rtol=0)  # type: ignore[operator]
+
+
+def neutreno_by_hand(model: Any, images: Tensor, alpha: float) -> Tensor:
+    """Logits of a class token, image by image and head by head, from the definition."""
+    x = torch.cat([model.cls_token.expand(len(images), -1, -1), model.patch_embed(images)], dim=1) + model.pos_embed
+    first: dict[tuple[int, int], Tensor] = {}
+    for index, each in enumerate(model.blocks):
+        q, k, v = each.attn.qkv(each.norm1(x)).chunk(3, dim=-1)
+        rows = []
+        for image in range(len(images)):
+            heads = []
+            for head in range(3):
+                own = slice(8 * head, 8 * head + 8)
+                Q, K, V = q[image, :, own], k[image, :, own], v[image, :, own]
+                V0 = first.setdefault((image, head), V)
+                heads.append((Q @ K.T / 8**0.5).softmax(-1) @ V + (alpha * (V0 - V) if index else 0))
+            rows.append(torch.cat(heads, dim=-1))
+        x = x + each.attn.proj(torch.stack(rows))
+        x = x + each.mlp(each.norm2(x))
+    logits: Tensor = model.head(model.norm(x)[:, 0])
+    return logits
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_neutreno_is_its_definition(checkpointed: bool) -> None:
+    """Logits and every gradient, in each way through the blocks; two passes before one backward pass, too."""
+    model: Any = randomize(VisionTransformer(**SMALL, attention="neutreno", neutreno_alpha=0.3).double())
+    model.set_grad_checkpointing(checkpointed)
+    images, others = torch.rand(2, 2, 3, 16, 16, dtype=torch.float64)
+    expected, beside = neutreno_by_hand(model, images, 0.3), neutreno_by_hand(model, others, 0.3)
+    theirs = torch.autograd.grad((expected * beside).sum(), [*model.parameters()])
+    intermediate = model.forward_head(model.forward_intermediates(images)[0])
+    ways = {"forward": model(images), "tokens": forward_with_tokens(model, images).logits_BC, "features": intermediate}
+    for way, found in ways.items():
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12, msg=way)
+        ours = torch.autograd.grad((found * model(others)).sum(), [*model.parameters()])
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    with attention_maps(model):  # by way of the maps
+        torch.testing.assert_close(model(images), expected, atol=1e-12, rtol=1e-12)
+
+
+def test_neutreno_has_a_plain_networks_weights() -> None:
+    model: Any = timm.create_model("deit_tiny_neutreno_patch16_224", img_size=32, depth=3)
+    plain: Any = timm.create_model("deit_tiny_12", img_size=32, depth=3)
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(randomize(model).state_dict())
+    images = torch.rand(2, 3, 32, 32)
+    assert not torch.allclose(model(images), plain(images))
+    assert {each.attn.alpha for each in model.blocks} == {0.6}
+    assert [each.attn.first for each in model.blocks] == [True, False, False]
+    for each in model.blocks[1:]:
+        each.attn.alpha = 0.0
+    torch.testing.assert_close(model(images), plain(images))
+
+
+def test_neutreno_reads_the_first_block_that_has_it() -> None:
+    model: Any = VisionTransformer(**SMALL, attention=["plain", "neutreno", "neutreno"]).eval()
+    assert [model.blocks[1].attn.first, model.blocks[2].attn.first] == [True, False]
+    x = torch.randn(2, 17, 24)
+    assert model.blocks[1](x).shape == x.shape, "the first needs no other"
+    with pytest.raises(InputError, match="read the values of the first: call the network, not one of its blocks"):
+        model.blocks[2](x)
+    with pytest.raises(InputError, match="attention masks are not supported"):
+        model.forward_features(torch.rand(2, 3, 16, 16), torch.ones(17, 17))
+    with pytest.raises(InputError, match="attention masks are not supported"):
+        model.forward_intermediates(torch.rand(2, 3, 16, 16), attn_mask=torch.ones(17, 17))
 
 
 def test_initial_weights_of_a_network_without_memory() -> None:

@@ -4,6 +4,7 @@ from vitx.models import registry
 from vitx.models.alternet import AlterNet
 from vitx.models.attention import (
     AttnScaleAttention,
+    NeutrenoAttention,
     PlainAttention,
     ReAttention,
     TalkingHeadsAttention,
@@ -24,6 +25,7 @@ __all__ = [
     "Block",
     "LoadReport",
     "LocalAttention",
+    "NeutrenoAttention",
     "Normalization",
     "PlainAttention",
     "ReAttention",

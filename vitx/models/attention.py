@@ -1,6 +1,6 @@
-"""Attention whose maps are changed: Re-Attention (DeepViT), talking heads, AttnScale; and plain attention.
+"""Attention whose maps are changed: Re-Attention (DeepViT), talking heads, AttnScale; plain attention and NeuTRENO.
 
-All are `proj(A V)` with maps `A = after(softmax(before(Q Kᵀ/√K)))` (docs/maths.md §3.1, §3.2, §3.6):
+All but the last are `proj(A V)` with maps `A = after(softmax(before(Q Kᵀ/√K)))` (docs/maths.md §3.1, §3.2, §3.6):
 
 | | before softmax | after softmax |
 |---|---|---|
@@ -116,17 +116,23 @@ class HeadMixAttention(nn.Module):
         return qkv_BN3D.view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        B, N, D = x_BND.shape
         if self._uses_flash(x_BND):
             return self._flash_forward(x_BND)
-        q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
+        out: Tensor = self.proj_drop(self.proj(self.attended(self.qkv(x_BND))))
+        return out
+
+    def attended(self, qkv_BN3D: Tensor) -> Tensor:
+        """What meets `proj`, (B, N, D), of the output of `qkv`, (B, N, 3·D)."""
+        out_BHNK = self.product(*self.split_heads(qkv_BN3D))
+        # Heads of a token side by side: (B, H, N, K) → (B, N, H, K) → (B, N, D).
+        return out_BHNK.transpose(1, 2).flatten(2)
+
+    def product(self, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
+        """The maps' product with V, (B, H, N, K), by way of the maps."""
         if self.value_scale != 1.0:
             v_BHNK = v_BHNK * self.value_scale
         maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
-        out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
-        # Heads of a token side by side: (B, H, N, K) → (B, N, H, K) → (B, N, D).
-        out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
-        return out
+        return self.after_softmax(maps_BHNN) @ v_BHNK
 
     def _flash_forward(self, x_BND: Tensor) -> Tensor:
         """`forward` by the kernels that write no maps: two projections and the kernels are all that runs."""
@@ -336,13 +342,9 @@ class TalkingHeadsAttention(HeadMixAttention):
 class PlainAttention(HeadMixAttention):
     """Multi-head self-attention through PyTorch's fused kernel; `fused_attn = False` makes the maps observable."""
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        if not self.fused_attn:
-            return super().forward(x_BND)
-        B, N, D = x_BND.shape
-        out_BHNK = self.fused_product(*self.split_heads(self.qkv(x_BND)))
-        out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
-        return out
+    def product(self, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
+        written_or_fused = self.fused_product if self.fused_attn else super().product
+        return written_or_fused(q_BHNK, k_BHNK, v_BHNK)
 
     def fused_product(self, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
         """The maps' product with V, (B, H, N, K), without the maps."""
@@ -375,6 +377,40 @@ class AttnScaleAttention(PlainAttention):
         scale_H11 = self.lamb.view(-1, 1, 1)
         out_BHNK = super().fused_product(q_BHNK, k_BHNK, v_BHNK)
         return (1 + scale_H11) * out_BHNK - scale_H11 * v_BHNK.mean(dim=2, keepdim=True)
+
+
+class FirstValues:
+    """V⁰ (B, N, D) of one forward pass: NeuTRENO's first layer writes it, the others read it.
+
+    Blocks are handed it beside their tokens, so that passes at the same time, and blocks that gradient checkpointing
+    runs again, have their own.
+    """
+
+    values_BND: Tensor | None = None
+
+
+class NeutrenoAttention(PlainAttention):
+    """NeuTRENO, `A V + α(V⁰ − V)` with V⁰ of the network's first such layer (Nguyen et al., arXiv 2312.00751).
+
+    That layer (`first=True`) computes plain attention. The difference is of (B, N, D), behind PyTorch's fused kernel.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, alpha: float = 0.6, first: bool = False, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.alpha, self.first = alpha, first
+
+    def forward(self, x_BND: Tensor, shared: FirstValues | None = None) -> Tensor:
+        qkv_BN3D = self.qkv(x_BND)
+        out_BND, v_BND = self.attended(qkv_BN3D), qkv_BN3D.chunk(3, dim=-1)[2]
+        if self.first:
+            if shared is not None:
+                shared.values_BND = v_BND
+        elif shared is None or shared.values_BND is None:
+            raise InputError("NeuTRENO's layers read the values of the first: call the network, not one of its blocks")
+        else:
+            out_BND = out_BND + self.alpha * (shared.values_BND - v_BND)
+        out: Tensor = self.proj_drop(self.proj(out_BND))
+        return out
 
 
 def reattention_impl(model: nn.Module) -> str | None:

@@ -7,6 +7,7 @@
 | `deepvit_{16b,24b,32b,s,l,l_384}` | DeepViT (Zhou et al., table 5 and table 8) |
 | `plainvit_{16b,24b,32b,s,l}` | the plain ViT of the same size |
 | `attnscale_{small,base}_{12,24}`, `featscale_…` | DeiT with AttnScale or FeatScale (Wang et al.), by their names |
+| `deit_tiny_neutreno_patch16_224` | DeiT with NeuTRENO (Nguyen et al.), by its name and in its size |
 | `alternet_{18,34,50,101,152}`, … `_cifar` | AlterNet (Park & Kim) |
 | `deit_digits`, `deepvit_digits` | 0.26 M parameters at 32 px, for the embedded data set |
 
@@ -89,6 +90,9 @@ def _register_deit() -> None:
 
 def _register_anti_oversmoothing() -> None:
     cfg = _cfg(mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875)
+    neutreno = {"embed_dim": 192, "depth": 12, "num_heads": 3, "attention": "neutreno"}
+    what = "DeiT-tiny, 12 blocks, with NeuTRENO."
+    _register("deit_tiny_neutreno_patch16_224", VisionTransformer, neutreno, cfg, what)
     for method, changed in (("AttnScale", {"attention": "attn-scale"}), ("FeatScale", {"feat_scale": True})):
         for size in ("small", "base"):
             width, heads = DEIT_SIZES[size]

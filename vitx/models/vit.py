@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from vitx.core.errors import InputError, unknown_name
 from vitx.models.attention import (
     AttnScaleAttention,
+    FirstValues,
     HeadNorm,
     MixInit,
+    NeutrenoAttention,
     PlainAttention,
     ReAttention,
     TalkingHeadsAttention,
@@ -28,12 +30,13 @@ from vitx.models.patch_embedding import ConvPatchEmbed
 from vitx.models.recalibration import set_closed_form_means
 from vitx.models.window_attention import LocalAttention
 
-AttentionKind = Literal["plain", "talking-heads", "re-attention", "attn-scale", "local"]
+AttentionKind = Literal["plain", "talking-heads", "re-attention", "attn-scale", "neutreno", "local"]
 ATTENTION: dict[str, type[nn.Module]] = {
     "plain": PlainAttention,
     "talking-heads": TalkingHeadsAttention,
     "re-attention": ReAttention,
     "attn-scale": AttnScaleAttention,
+    "neutreno": NeutrenoAttention,
     "local": LocalAttention,
 }
 
@@ -73,6 +76,7 @@ def block_options(asked: Mapping[str, Any]) -> BlockOptions:
 class AttentionOptions:
     """Arguments of VisionTransformer for the layers of one kind of attention: see ReAttention, TalkingHeadsAttention.
 
+    neutreno_alpha: α of NeutrenoAttention.
     local_kernel_size: side of the neighbourhood of LocalAttention, which has no class token (`global_pool="avg"`).
     """
 
@@ -81,6 +85,7 @@ class AttentionOptions:
     reatten_scale: float = 1.0
     talking_heads_bias: bool = False
     talking_heads_init: MixInit = "random"
+    neutreno_alpha: float = 0.6
     local_kernel_size: int = 3
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
@@ -92,6 +97,7 @@ class AttentionOptions:
                 "reatten_scale": self.reatten_scale,
             },
             "talking-heads": {"mix_bias": self.talking_heads_bias, "init": self.talking_heads_init},
+            "neutreno": {"alpha": self.neutreno_alpha},
             "local": {"kernel_size": self.local_kernel_size},
         }
 
@@ -126,11 +132,12 @@ class Block(nn.Module):
         factory = {"device": options.device, "dtype": options.dtype}
         rates = {"attn_drop": options.attn_drop, "proj_drop": options.proj_drop}
         kind, gamma, dropped = attention[depth], options.init_values, options.drop_path
+        of_kind = attention_options.get(kind, {})
+        if kind == "neutreno":
+            of_kind = {**of_kind, "first": kind not in attention[:depth]}
         self.residual_scale = residual_scale
         self.norm1 = options.norm_layer(dim, **factory)
-        self.attn = ATTENTION[kind](
-            dim, num_heads, qkv_bias=options.qkv_bias, **rates, **factory, **attention_options.get(kind, {})
-        )
+        self.attn = ATTENTION[kind](dim, num_heads, qkv_bias=options.qkv_bias, **rates, **factory, **of_kind)
         self.ls1 = LayerScale(dim, init_values=gamma, **factory) if gamma else nn.Identity()
         self.drop_path1 = DropPath(dropped) if dropped > 0 else nn.Identity()
         self.norm2 = options.norm_layer(dim, **factory)
@@ -148,21 +155,23 @@ class Block(nn.Module):
             nn.init.zeros_(self.lamb1)
             nn.init.zeros_(self.lamb2)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        if attn_mask is not None or is_causal:
+    def forward(self, x: Tensor, attn_mask: Tensor | FirstValues | None = None, is_causal: bool = False) -> Tensor:
+        """`attn_mask` is what timm hands to all blocks: here no mask, but what NeuTRENO's blocks share."""
+        if isinstance(attn_mask, Tensor) or is_causal:
             raise InputError("attention masks are not supported: images have none")
+        shared = (attn_mask,) if isinstance(self.attn, NeutrenoAttention) else ()
         s = self.residual_scale
         if s == 1.0:  # x is (B, N, D) throughout
-            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x))))
+            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x), *shared)))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         else:
             # LN(s·x; eps) = LN(x; eps/s²), so in effect each branch is multiplied by 1/s (docs/maths.md §3.3).
-            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x * s)))) / s
+            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x * s), *shared))) / s
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
         return x
 
-    def _attended(self, x_BND: Tensor) -> Tensor:
-        out_BND: Tensor = self.attn(x_BND)
+    def _attended(self, x_BND: Tensor, *shared: FirstValues | None) -> Tensor:
+        out_BND: Tensor = self.attn(x_BND, *shared)
         if self.lamb1 is None or self.lamb2 is None:
             return out_BND
         return scale_frequencies(out_BND, self.lamb1, self.lamb2)
@@ -254,6 +263,7 @@ class VisionTransformer(TimmVisionTransformer):
             feat_scale=feat_scale,
         )
         embedding = {"patch": PatchEmbed, "cnn": ConvPatchEmbed}[patch_embedding]
+        self.shares_values = "neutreno" in kinds
         super().__init__(embed_layer=embedding, block_fn=block, **timm)  # type: ignore[arg-type]  # any callable works
         if position_std != 0.02 and self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=position_std)
@@ -267,6 +277,20 @@ class VisionTransformer(TimmVisionTransformer):
         super().init_weights(mode, needs_reset)
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+    def forward_features(self, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
+        """timm's, whose gradient checkpointing hands nothing to blocks beside their tokens."""
+        if not self.shares_values or attn_mask is not None or is_causal:
+            return super().forward_features(x, attn_mask, is_causal)
+        x_BND = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+        tokens: Tensor = self.norm(_through_blocks(self, x_BND)[1])
+        return tokens
+
+    def forward_intermediates(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """timm's; where NeuTRENO's blocks share values, without gradient checkpointing."""
+        if self.shares_values and options.get("attn_mask") is None:
+            options["attn_mask"] = FirstValues()
+        return super().forward_intermediates(x, *args, **options)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier, and the patch head with it."""
@@ -308,11 +332,7 @@ def forward_with_tokens(model: TimmVisionTransformer, images: Tensor, *, classif
     embedding_BnD = model.patch_embed(images)
     # The class token is put in front and positions are added: (B, n, D) → (B, N, D).
     x_BND = model.norm_pre(model.patch_drop(model._pos_embed(embedding_BnD)))
-    early_BND = x_BND
-    for index, block in enumerate(model.blocks):
-        x_BND = checkpoint(block, x_BND, use_reentrant=False) if model.grad_checkpointing else block(x_BND)
-        if index == 0:
-            early_BND = x_BND
+    early_BND, x_BND = _through_blocks(model, x_BND)
     x_BND = model.norm(x_BND)
     late_BnD = x_BND[:, model.num_prefix_tokens :]
     has_head = isinstance(model, VisionTransformer) and model.patch_head is not None
@@ -323,6 +343,20 @@ def forward_with_tokens(model: TimmVisionTransformer, images: Tensor, *, classif
         late_BnD=late_BnD,
         patch_logits_BnC=model.classify_patches(late_BnD) if has_head and classify_patches else None,  # type: ignore[operator]
     )
+
+
+def _through_blocks(model: TimmVisionTransformer, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens (B, N, D) after the first block and after the last."""
+    shared = (FirstValues(),) if getattr(model, "shares_values", False) else ()
+    early_BND = x_BND
+    for index, block in enumerate(model.blocks):
+        if model.grad_checkpointing:
+            x_BND = checkpoint(block, x_BND, *shared, use_reentrant=False)
+        else:
+            x_BND = block(x_BND, *shared)
+        if index == 0:
+            early_BND = x_BND
+    return early_BND, x_BND
 
 
 def attention_of_blocks(attention: AttentionKind | Sequence[AttentionKind], depth: int) -> list[AttentionKind]:

@@ -24,6 +24,7 @@ from vitx.export.rewrite.rewrites import (
     first_convolutions,
 )
 from vitx.models import VisionTransformer
+from vitx.models.attention import FirstValues
 
 PREPROCESSING = Preprocessing(image_size=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 SMALL: dict[str, Any] = {
@@ -50,6 +51,7 @@ NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "talking": ({"attention": "talking-heads", "talking_heads_bias": True}, [10, 1, 0, 0, 2, 2, 0, 5, 4, 2, 1, 2, 2]),
     "attn-scale": ({"attention": "attn-scale"}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 1, 2, 2]),
     "feat-scale": ({"feat_scale": True}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 0, 2, 2]),
+    "neutreno": ({"attention": "neutreno"}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 1, 1, 2, 0]),
     "both-scales": (
         {"feat_scale": True, "attention": "attn-scale", "residual_scale": 0.5, "init_values": 0.1},
         [10, 1, 0, 0, 0, 2, 6, 5, 2, 2, 0, 2, 2],
@@ -117,14 +119,16 @@ def test_each_rewrite_alone_is_an_identity_in_so_many_places(name: str, rewrite:
 
 @pytest.mark.parametrize("rewrite", EVERY)
 @pytest.mark.parametrize(
-    "name", ["mixed", "no-norm-scaled", "layer-norm", "talking", "attn-scale", "scaled", "no-bias"]
+    "name", ["mixed", "no-norm-scaled", "layer-norm", "talking", "attn-scale", "neutreno", "scaled", "no-bias"]
 )
 def test_each_rewrite_beside_the_class_token_tail(name: str, rewrite: str) -> None:
     for names in ((rewrite, "compute-class-token-only"), (rewrite, "compute-class-token-only", "join-tokens")):
         classifier, _ = changed(name, names)
         block = classifier.model.blocks[-1]  # type: ignore[index]
+        given = FirstValues()
+        given.values_BND = torch.randn(2, 5, 12, dtype=torch.float64)
         with torch.no_grad():
-            out = block(torch.randn(2, 5, 12, dtype=torch.float64))  # type: ignore[operator]
+            out = block(torch.randn(2, 5, 12, dtype=torch.float64), given)  # type: ignore[operator]
         assert out.shape == (2, 1, 12), "the other tokens are gone"
 
 

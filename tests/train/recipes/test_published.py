@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 
+import vitx.models
 import vitx.train.recipes
 from vitx.train.recipes.recipe import Recipe
 from vitx.train.recipes.registry import RECIPES, get_recipe
@@ -75,6 +77,7 @@ OURS: dict[str, Callable[[Recipe], Any]] = {
     "cos-reg-weight": lambda r: r.losses.attention if r.losses.attention_pairs else 0.1,
     "distillation-type": lambda r: r.distillation.kind if r.distillation.teacher else "none",
     "use-talk": lambda r: "talking" in r.model.name,
+    "alpha": lambda r: timm.create_model(r.model.name, depth=2).get_submodule("blocks.1.attn").alpha,
     "seed": lambda r: r.seed,
 }
 MODELS = {
@@ -82,6 +85,7 @@ MODELS = {
     "deit_small_patch16_224": "deit_small_12",
     "deit_base_patch16_224": "deit_base_12",
     "deit_large_patch16_224": "deit_large_24",
+    "deit_tiny_neutreno_patch16_224": "deit_tiny_neutreno_patch16_224",
     "deepvit_patch16_224_re_attn_24b": "deepvit_24b",
     "deepvit_patch16_224_re_attn_32b": "deepvit_32b",
     "deepvit_S": "deepvit_s",

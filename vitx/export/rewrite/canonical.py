@@ -20,7 +20,16 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 
-from vitx.models import AttnScaleAttention, Block, PlainAttention, ReAttention, TalkingHeadsAttention
+from vitx.models import (
+    AttnScaleAttention,
+    Block,
+    NeutrenoAttention,
+    PlainAttention,
+    ReAttention,
+    TalkingHeadsAttention,
+    VisionTransformer,
+)
+from vitx.models.attention import FirstValues
 from vitx.models.head_mix import mix_heads
 
 # A factor of AttnScale that is nearer to zero is not divided by: in half precision weights times it are subnormal.
@@ -64,6 +73,7 @@ class ExportAttention(nn.Module):
 
     `A = after(softmax(before((scale · Q)Kᵀ)))`, out = `proj(value_scale · (A V + row_bias ⊗ Σ_j V_j))`, with A
     (B, H, M, N), V (B, H, N, K) and row_bias (H,).
+    With `alpha`, of NeuTRENO, `alpha · (V⁰ − V)` is added before `proj`, V⁰ of the layer that is `first`.
     `queries`: compute the outputs of so many first tokens only; 0: of all. `fused`: trace to one `Attention` node
     (opset 23) instead of two products around a Softmax, where no mix comes before or after the softmax.
     """
@@ -80,6 +90,7 @@ class ExportAttention(nn.Module):
         self.after: nn.Module | None = None
         self.value_scale = 1.0
         self.queries, self.fused = 0, False
+        self.alpha, self.first = 0.0, False
         self.register_buffer("row_bias_H", None)
         if isinstance(trained, TalkingHeadsAttention):
             self.before = HeadMix(trained.proj_pre.weight, trained.proj_pre.bias)
@@ -101,18 +112,21 @@ class ExportAttention(nn.Module):
             scale_outputs(self.value, factor_H.repeat_interleave(self.head_dim))
             self.row_bias_H = (1 / factor_H - 1) / tokens
 
+        elif isinstance(trained, NeutrenoAttention):
+            self.alpha, self.first = 0.0 if trained.first else trained.alpha, trained.first
+
     @property
     def is_fused(self) -> bool:
         """Whether it is traced to one `Attention` node: asked for, and without a mix, which that node cannot have."""
         return self.fused and not self.queries and self.before is None and self.after is None
 
-    def forward(self, x: Tensor, tokens: int) -> Tensor:
+    def forward(self, x: Tensor, tokens: int, shared: FirstValues | None = None) -> Tensor:
         """(B, N, D) → (B, M, D), or (B·N, D) → (B·M, D) where blocks are joined; `tokens` is N."""
-        out_BMC = self._first_tokens(x, tokens) if self.queries else self._all_tokens(x, tokens)
+        out_BMC = self._first_tokens(x, tokens, shared) if self.queries else self._all_tokens(x, tokens, shared)
         out: Tensor = self.proj(out_BMC.flatten(0, 1) if x.ndim == 2 else out_BMC)
         return out
 
-    def _all_tokens(self, x: Tensor, tokens: int) -> Tensor:
+    def _all_tokens(self, x: Tensor, tokens: int, shared: FirstValues | None) -> Tensor:
         """(B, N, D) or (B·N, D) → (B, N, C), before the output projection."""
         width = self.num_heads * self.head_dim
         query, key, value = (part(x).view(-1, tokens, width) for part in (self.query, self.key, self.value))
@@ -128,9 +142,19 @@ class ExportAttention(nn.Module):
             # b_h · Σ_j V_j: a sum (B, 1, C), the same for every query, scaled for each head's K channels.
             bias_C = self.row_bias_H[:, None].expand(-1, self.head_dim).reshape(-1)
             out_BNC = out_BNC + bias_C * value.sum(dim=1, keepdim=True)
-        return out_BNC if self.value_scale == 1.0 else out_BNC * self.value_scale
+        if self.value_scale != 1.0:
+            out_BNC = out_BNC * self.value_scale
+        if self.first and shared is not None:
+            shared.values_BND = value
+        return out_BNC + self._towards_first(value, shared) if self.alpha else out_BNC
 
-    def _first_tokens(self, x: Tensor, tokens: int) -> Tensor:
+    def _towards_first(self, value_BMC: Tensor, shared: FirstValues | None) -> Tensor:
+        assert shared is not None
+        assert shared.values_BND is not None
+        first_BNC = shared.values_BND
+        return self.alpha * ((first_BNC[:, : self.queries] if self.queries else first_BNC) - value_BMC)
+
+    def _first_tokens(self, x: Tensor, tokens: int, shared: FirstValues | None) -> Tensor:
         """The output of the first M tokens (B, M, C), without forming keys or values.
 
         By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`: for each query two products
@@ -155,7 +179,10 @@ class ExportAttention(nn.Module):
         if self.value.bias is not None:
             # Σ_j a_j (W_v x_j + b_v): the bias counts as often as the row sums to, which after a mix is not 1.
             out_PHK = out_PHK + maps.sum(dim=2).view(-1, H, 1) * self.value.bias.view(H, K)
-        return out_PHK.reshape(-1, M, H * K)
+        out_BMC = out_PHK.reshape(-1, M, H * K)
+        if self.alpha:
+            out_BMC = out_BMC + self._towards_first(self.value(first).view(-1, M, H * K), shared)
+        return out_BMC
 
     def _maps(self, scores_BHMN: Tensor) -> Tensor:
         if self.before is not None:
@@ -197,9 +224,9 @@ class ExportBlock(nn.Module):
         self.ls1, self.ls2 = _layer_scales(trained)
         self.joined = False
 
-    def forward(self, x_BND: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        # timm's forward passes these on to its blocks; image classifiers leave them at their defaults.
-        assert attn_mask is None
+    def forward(self, x_BND: Tensor, attn_mask: FirstValues | None = None, is_causal: bool = False) -> Tensor:
+        # timm's forward passes these on to its blocks; image classifiers have no masks.
+        assert attn_mask is None or isinstance(attn_mask, FirstValues)
         assert not is_causal
         tokens, s = x_BND.shape[1], self.residual_scale
         x = x_BND.flatten(0, 1) if self.joined else x_BND
@@ -209,12 +236,12 @@ class ExportBlock(nn.Module):
             skip = x_BND[:, 0] if self.joined else x_BND[:, :1]
         elif queries:
             skip = x_BND[:, :queries].flatten(0, 1) if self.joined else x_BND[:, :queries]
-        x = skip + self._branch(self.ls1(self._attended(self.norm1(x if s == 1.0 else x * s), tokens)))
+        x = skip + self._branch(self.ls1(self._attended(self.norm1(x if s == 1.0 else x * s), tokens, attn_mask)))
         x = x + self._branch(self.ls2(self.mlp(self.norm2(x if s == 1.0 else x * s))))
         return x.view(-1, queries or tokens, x.shape[-1]) if self.joined else x
 
-    def _attended(self, x: Tensor, tokens: int) -> Tensor:
-        out: Tensor = self.attn(x, tokens)
+    def _attended(self, x: Tensor, tokens: int, shared: FirstValues | None) -> Tensor:
+        out: Tensor = self.attn(x, tokens, shared)
         if self.own_scale_D is None or self.mean_scale_D is None:
             return out
         out_BND = out.view(-1, tokens, out.shape[-1])
@@ -253,7 +280,8 @@ def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
     module = root if isinstance(root, TimmVisionTransformer) else getattr(root, "model", None)
     if not isinstance(module, TimmVisionTransformer) or module.attn_pool is not None or _shared_parts(root):
         return None
-    known = VisionTransformerDistilled if isinstance(module, VisionTransformerDistilled) else TimmVisionTransformer
+    kinds = (VisionTransformerDistilled, VisionTransformer, TimmVisionTransformer)
+    known = next(kind for kind in kinds if isinstance(module, kind))
     own = ("forward", "forward_features", "pool", "forward_head")
     # Of the object too, where a function was put into it.
     same = all(getattr(getattr(module, name), "__func__", None) is getattr(known, name) for name in own)
@@ -318,9 +346,8 @@ def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _is_supported_attention(attention: Any, tokens: int | None) -> bool:
-    if not is_plain(
-        attention, AttnScaleAttention, PlainAttention, ReAttention, TalkingHeadsAttention, TimmAttention, CaitAttention
-    ):
+    of_vitx = (AttnScaleAttention, NeutrenoAttention, PlainAttention, ReAttention, TalkingHeadsAttention)
+    if not is_plain(attention, *of_vitx, TimmAttention, CaitAttention):
         return False
     mixes = (attention.proj_l, attention.proj_w) if isinstance(attention, CaitAttention) else ()
     if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj, *mixes)):

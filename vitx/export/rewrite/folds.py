@@ -160,14 +160,16 @@ def fold_value_bias(root: nn.Module) -> int:
     `A(V + 1·b_vᵀ) = A V + (A·1)b_vᵀ`, and A·1 is known: rows of softmax sum to 1, those of the mixed maps to
     w_h = Σ_g W'[h, g], and a bias b'_h on the map adds b'_h for each of the N tokens. So proj's bias (D,) becomes
     `b_o + W_o((w_h + N·b'_h)·b_v)`. With such a bias the number of tokens must be fixed; the mix must be linear.
+    NeuTRENO's −α·V leaves 1 − α of a softmax row; its first layer's values, which others read, keep their bias.
     """
     tokens = fixed_tokens(root)
     changed = 0
     for attention in _attentions(root):
         bias, mix = attention.value.bias, attention.after
-        if bias is None or not (mix is None or isinstance(mix, HeadMix)):
+        if bias is None or attention.first or not (mix is None or isinstance(mix, HeadMix)):
             continue  # already folded, or a norm over heads, whose rows sum to no constant
         row_sum_H = bias.new_ones(attention.num_heads) if mix is None else mix.weight_HH.sum(dim=1)
+        row_sum_H = row_sum_H - attention.alpha
         biases = [b for b in (attention.row_bias_H, getattr(mix, "bias_H", None)) if b is not None]
         if biases:
             if tokens is None:
@@ -216,12 +218,12 @@ def pad_head_dim(root: nn.Module) -> int:
     """8. Zero-pad the head width to a multiple of eight in W_q, W_k, W_v and W_o; return how many.
 
     Channels that are zero in q and k add nothing to `q·k`, and channels that are zero in V meet zero columns of W_o.
-    The softmax scale stays that of the true width.
+    The softmax scale stays that of the true width. NeuTRENO's layers keep theirs: their values go from one to another.
     """
     changed = 0
     for attention in _attentions(root):
         width = math.ceil(attention.head_dim / HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
-        if width == attention.head_dim:
+        if width == attention.head_dim or attention.first or attention.alpha:
             continue
         H, K = attention.num_heads, attention.head_dim
         for linear in (attention.query, attention.key, attention.value):

@@ -199,6 +199,17 @@ def featscale_s_24() -> Recipe:
     return _anti_oversmoothing("featscale-s-24")
 
 
+def neutreno_ti() -> Recipe:
+    """DeiT-Ti with NeuTRENO (Nguyen et al., arXiv 2312.00751).
+
+    Command: vitx train neutreno-ti --data IMAGENET
+    Hardware: four GPUs; 300 epochs, which the authors' command leaves at the default of their code, at batch 1024.
+    Time: not measured here.
+    Result: not trained here; the paper's tables were not at hand.
+    """
+    return _deit("neutreno-ti", "deit_tiny_neutreno_patch16_224")
+
+
 def deepvit_16() -> Recipe:
     """DeepViT of 16 blocks, Re-Attention in all (Zhou et al., arXiv 2103.11886).
 

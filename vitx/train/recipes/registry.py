@@ -27,6 +27,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         imagenet.attnscale_s_24,
         imagenet.featscale_s_12,
         imagenet.featscale_s_24,
+        imagenet.neutreno_ti,
         imagenet.patchvit_s_12,
         imagenet.patchvit_s_24,
         imagenet.patchvit_b_12,

@@ -13,6 +13,7 @@ from vitx.train.study.result import Kind, Variant
 
 LOSSES = ("cosine", "contrastive", "mixing")
 ATTENTIONS = ("plain", "talking-heads", "re-attention")
+METHODS = ("talking-heads", "re-attention", "attn-scale", "neutreno")  # the kinds of attention among them
 DEPTHS = (6, 12, 24, 32)
 KERNEL_SIZES = (3, 5, 7)
 # ImageNet top-1 (%) of DeiT-B with these losses: Gong et al., Table 1. It has no row for all three.
@@ -136,7 +137,7 @@ def methods_variants(recipe: Recipe) -> list[Variant]:
     methods: dict[str, tuple[str, ...]] = {
         "plain": (),
         **{f"{name}-loss": (f"losses.{name}={weight:g}",) for name, weight in _weights(recipe).items()},
-        **{name: (f"model.kwargs.attention={name}",) for name in ("talking-heads", "re-attention", "attn-scale")},
+        **{name: (f"model.kwargs.attention={name}",) for name in METHODS},
         "feat-scale": ("model.kwargs.feat_scale=true",),
     }
     methods["mixing-loss"] += ("cutmix.probability=1",)
