@@ -408,7 +408,8 @@ class NeutrenoAttention(PlainAttention):
         elif shared is None or shared.values_BND is None:
             raise InputError("NeuTRENO's layers read the values of the first: call the network, not one of its blocks")
         else:
-            out_BND = out_BND + self.alpha * (shared.values_BND - v_BND)
+            # While a network is rewritten for export, blocks that are may have the tokens of all images in one axis.
+            out_BND = out_BND + self.alpha * (shared.values_BND.view(v_BND.shape) - v_BND)
         out: Tensor = self.proj_drop(self.proj(out_BND))
         return out
 

@@ -144,6 +144,18 @@ def test_all_in_order_and_all_backwards(name: str) -> None:
         require_equal(classifier(pixels()), expected)
 
 
+@pytest.mark.parametrize("kept", [(0,), (1,), (2,), (0, 2)])
+def test_neutrenos_blocks_share_values_where_some_stay_as_they_are(kept: tuple[int, ...]) -> None:
+    model = network("neutreno", depth=3, embed_dim=24)  # heads of 8 channels, which every rewrite leaves
+    for index in kept:  # of a subclass, as LoRA's layers are
+        model.blocks[index].mlp.fc1.__class__ = type("Other", (nn.Linear,), {})
+    expected = logits_of(model, pixels())
+    classifier = ImageClassifier(model, PREPROCESSING).eval()
+    assert applied_rewrites(classifier, EVERY)["join-tokens"] == 3 - len(kept)
+    with torch.no_grad():
+        require_equal(classifier(pixels()), expected)
+
+
 def attention_of(name: str, rewrite: str) -> tuple[Any, ExportAttention]:
     """The last block's attention before, and after the rewrite."""
     before = network(name).blocks[-1].attn

@@ -111,7 +111,6 @@ class ExportAttention(nn.Module):
             factor_H = 1 + trained.lamb.detach()
             scale_outputs(self.value, factor_H.repeat_interleave(self.head_dim))
             self.row_bias_H = (1 / factor_H - 1) / tokens
-
         elif isinstance(trained, NeutrenoAttention):
             self.alpha, self.first = 0.0 if trained.first else trained.alpha, trained.first
 
@@ -122,14 +121,34 @@ class ExportAttention(nn.Module):
 
     def forward(self, x: Tensor, tokens: int, shared: FirstValues | None = None) -> Tensor:
         """(B, N, D) → (B, M, D), or (B·N, D) → (B·M, D) where blocks are joined; `tokens` is N."""
-        out_BMC = self._first_tokens(x, tokens, shared) if self.queries else self._all_tokens(x, tokens, shared)
-        out: Tensor = self.proj(out_BMC.flatten(0, 1) if x.ndim == 2 else out_BMC)
-        return out
+        value: Tensor | None = None
+        if self.queries:
+            out_BMC = self._first_tokens(x, tokens)
+        else:
+            out_BMC, value = self._all_tokens(x, tokens)
+        out = out_BMC.flatten(0, 1) if x.ndim == 2 else out_BMC
+        if self.first and shared is not None:
+            shared.values_BND = value
+        elif self.alpha:
+            assert shared is not None
+            out = out + self._towards_first(x, value, tokens, shared).view(out.shape)
+        projected: Tensor = self.proj(out)
+        return projected
 
-    def _all_tokens(self, x: Tensor, tokens: int, shared: FirstValues | None) -> Tensor:
-        """(B, N, D) or (B·N, D) → (B, N, C), before the output projection."""
+    def _towards_first(self, x: Tensor, value: Tensor | None, tokens: int, shared: FirstValues) -> Tensor:
+        """`alpha · (V⁰ − V)` in the shape of the values of all tokens; without them of the first M, (B, M, C)."""
+        first = shared.values_BND
+        assert first is not None
+        if value is None:
+            value = self.value(x.view(-1, tokens, x.shape[-1])[:, : self.queries])
+            first = first.view(-1, tokens, first.shape[-1])[:, : self.queries]
+        return self.alpha * ((first if first.ndim == value.ndim else first.view(value.shape)) - value)
+
+    def _all_tokens(self, x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """(B, N, D) or (B·N, D) → (B, N, C), before the output projection, and the values, not split as x is not."""
         width = self.num_heads * self.head_dim
-        query, key, value = (part(x).view(-1, tokens, width) for part in (self.query, self.key, self.value))
+        parts = self.query(x), self.key(x), self.value(x)
+        query, key, value = (part.view(-1, tokens, width) for part in parts)
         if self.is_fused and torch.compiler.is_exporting():
             # Attention (ONNX opset 23) takes (B, N, C) and splits the heads itself, so that nothing is transposed.
             heads = {"q_num_heads": self.num_heads, "kv_num_heads": self.num_heads}
@@ -142,19 +161,9 @@ class ExportAttention(nn.Module):
             # b_h · Σ_j V_j: a sum (B, 1, C), the same for every query, scaled for each head's K channels.
             bias_C = self.row_bias_H[:, None].expand(-1, self.head_dim).reshape(-1)
             out_BNC = out_BNC + bias_C * value.sum(dim=1, keepdim=True)
-        if self.value_scale != 1.0:
-            out_BNC = out_BNC * self.value_scale
-        if self.first and shared is not None:
-            shared.values_BND = value
-        return out_BNC + self._towards_first(value, shared) if self.alpha else out_BNC
+        return (out_BNC if self.value_scale == 1.0 else out_BNC * self.value_scale), parts[2]
 
-    def _towards_first(self, value_BMC: Tensor, shared: FirstValues | None) -> Tensor:
-        assert shared is not None
-        assert shared.values_BND is not None
-        first_BNC = shared.values_BND
-        return self.alpha * ((first_BNC[:, : self.queries] if self.queries else first_BNC) - value_BMC)
-
-    def _first_tokens(self, x: Tensor, tokens: int, shared: FirstValues | None) -> Tensor:
+    def _first_tokens(self, x: Tensor, tokens: int) -> Tensor:
         """The output of the first M tokens (B, M, C), without forming keys or values.
 
         By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`: for each query two products
@@ -179,10 +188,7 @@ class ExportAttention(nn.Module):
         if self.value.bias is not None:
             # Σ_j a_j (W_v x_j + b_v): the bias counts as often as the row sums to, which after a mix is not 1.
             out_PHK = out_PHK + maps.sum(dim=2).view(-1, H, 1) * self.value.bias.view(H, K)
-        out_BMC = out_PHK.reshape(-1, M, H * K)
-        if self.alpha:
-            out_BMC = out_BMC + self._towards_first(self.value(first).view(-1, M, H * K), shared)
-        return out_BMC
+        return out_PHK.reshape(-1, M, H * K)
 
     def _maps(self, scores_BHMN: Tensor) -> Tensor:
         if self.before is not None:
