@@ -78,6 +78,18 @@ def test_other_rewrites_line_up(network: Any, plain_graph: onnx.ModelProto, imag
     assert sum(layer.similarity_candidate is None for layer in plain.layers) == 1  # the logits alone
 
 
+@pytest.mark.parametrize("rewrites", [ALL, ()])
+def test_values_that_neutrenos_blocks_share_are_no_blocks_output(
+    images: UInt8Array, tmp_path: Path, rewrites: tuple[str, ...]
+) -> None:
+    size: dict[str, Any] = {"img_size": PREPROCESSING.image_size, "depth": 3, "embed_dim": 32, "num_heads": 4}
+    model: Any = timm.create_model("deit_digits", **size, patch_size=8, attention="neutreno").eval()
+    randomize_like_trained(model)
+    trace = trace_layers(model, PREPROCESSING, exported(model, tmp_path, rewrites), images[:8])
+    assert max(errors(trace).values()) < 1e-4
+    assert max(layer.own or 0 for layer in trace.layers) < 1e-4
+
+
 def test_cos_sim_is_that_of_layer_metrics(network: Any, graph: onnx.ModelProto, images: UInt8Array) -> None:
     found = compare_token_similarity(network, PREPROCESSING, graph, images)
     with layer_metrics(network) as metrics, torch.inference_mode():

@@ -35,6 +35,7 @@ def name_block_outputs(model: Any) -> None:
     cleared.
     """
     block_of = {id(node): _block_index(node) for node in model.graph}
+    place_of = {id(node): place for place, node in enumerate(model.graph)}
     outputs: dict[int, Any] = {}  # of each block
     embedding = None
     for node in model.graph:
@@ -44,9 +45,12 @@ def name_block_outputs(model: Any) -> None:
             if producer is None or not _is_float(value):
                 continue
             block = block_of.get(id(producer))
-            # A float tensor that leaves its block is the residual stream; integers that leave one are shapes.
+            # A float tensor that leaves its block is the residual stream, the last of them where NeuTRENO's values
+            # leave it too; integers that leave one are shapes.
             if block is not None and block != reader:
-                outputs[block] = value
+                last = outputs.setdefault(block, value)
+                if place_of[id(producer)] > place_of[id(last.producer())]:
+                    outputs[block] = value
             # The first that block 0 reads: the exporter leaves some nodes within a block without their module.
             elif block is None and reader == 0 and embedding is None:
                 embedding = value
