@@ -263,8 +263,8 @@ class VisionTransformer(TimmVisionTransformer):
             feat_scale=feat_scale,
         )
         embedding = {"patch": PatchEmbed, "cnn": ConvPatchEmbed}[patch_embedding]
-        self.shares_values = "neutreno" in kinds
         super().__init__(embed_layer=embedding, block_fn=block, **timm)  # type: ignore[arg-type]  # any callable works
+        self.shares_values = "neutreno" in kinds
         if position_std != 0.02 and self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=position_std)
         self.patch_head = nn.Linear(self.embed_dim, self.num_classes) if patch_head else None
