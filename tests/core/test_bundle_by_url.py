@@ -3,6 +3,7 @@
 import io
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -336,6 +337,19 @@ def test_an_archive_without_a_url_of_its_own_is_not_looked_for_in_the_working_fo
         f"cannot open 'zip://tiny.vitx{archive}': behind :: the archive is named by a URL of its own, such as "
         "::file:///FOLDER/a.zip"
     )
+
+
+def test_a_missing_package_of_a_store_is_no_mistake_of_who_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.registry import _registry
+
+    from vitx.predict.inputs.stores import read_bytes
+
+    monkeypatch.delitem(_registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for read in (open_store, read_bytes):  # nor an image's: all of a store's would be rows with an error
+        with pytest.raises(EnvironmentMissing) as refused:
+            read("s3://bucket/a.png")
+        assert str(refused.value) == "cannot open 's3://bucket/a.png': Install s3fs to access S3; pip installs it"
 
 
 def test_no_error_of_the_command_line_shows_a_password(vitx: Vitx, made: Bundle) -> None:

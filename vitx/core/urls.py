@@ -17,8 +17,8 @@ _TOKEN, _TOKEN_BYTES = re.compile(rb"[!-~]{16,}"), 2**15  # as many as headers h
 def open_store(url: str, **options: Any) -> tuple[Any, str]:
     """Return the fsspec file system of a URL and the path in it; fsspec keeps the file system of each store.
 
-    options: of the file system. Raises InputError for a URL that nothing here opens, EnvironmentMissing where the
-    server of an archive does not answer.
+    options: of the file system. Raises InputError for a URL that nothing opens, EnvironmentMissing where the store's
+    package is not installed, or the server of an archive does not answer.
     """
     if importlib.util.find_spec("fsspec") is None:
         raise missing_package("fsspec", "serve")
@@ -36,7 +36,9 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
             if issubclass(kind, AbstractArchiveFileSystem):  # which would open the working folder
                 raise ValueError("behind :: the archive is named by a URL of its own, such as ::file:///FOLDER/a.zip")
             system, path = kind(**kind._get_kwargs_from_urls(url), **options), kind._strip_protocol(url)
-    except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
+    except ImportError as error:  # fsspec's own, which names the package
+        raise EnvironmentMissing(without_password(f"cannot open '{url}': {error}; pip installs it")) from None
+    except Exception as error:  # noqa: BLE001  # an unknown protocol, or whatever the store's package trips over
         if _is_no_answer(error.__cause__):  # fsspec says of the archive's server that the file is not there
             raise EnvironmentMissing(without_password(f"cannot read '{url}': {error.__cause__}")) from None
         raise InputError(without_password(f"cannot open '{url}': {error}")) from None
