@@ -11,6 +11,7 @@ import pytest
 from bundle_fixture import LABELS, PREPROCESSING, listed_names
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.ray_connection import joined
 from vitx.predict import PREDICTIONS
 from vitx.predict.ledger import COPY, Claim, Ledger, Shard, names_of
 from vitx.predict.options import PredictOptions
@@ -160,3 +161,15 @@ def test_what_ray_cannot_do_on_a_node_is_one_error_that_names_it(monkeypatch: py
         f"Ray cannot work on the node 10.0.0.3: {lost}. Every node needs the same Python, Ray and vitx; "
         "finished shards are kept"
     )
+
+
+def test_a_cluster_that_does_not_start_in_time_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises the bare class of all exceptions for it."""
+
+    def times_out(*given: object, **options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", times_out)
+    with pytest.raises(EnvironmentMissing) as refused, joined("local"):
+        pass
+    assert str(refused.value) == "no Ray cluster at 'local': The current node timed out during startup."

@@ -18,7 +18,7 @@ def joined(address: str, *, log_to_driver: bool = True, **local_options: Any) ->
     """Inside, this process is the driver of the cluster at `address`, or of a local one that ends with the block.
 
     log_to_driver: whether what other processes print comes here. local_options: of `ray.init`, for a local cluster.
-    Raises EnvironmentMissing where there is no such cluster.
+    Raises EnvironmentMissing where there is no such cluster, or a local one does not start.
     """
     import ray
 
@@ -27,7 +27,7 @@ def joined(address: str, *, log_to_driver: bool = True, **local_options: Any) ->
     options = {"include_dashboard": False, **local_options} if address == LOCAL else {}
     try:
         ray.init(address, log_to_driver=log_to_driver, logging_level=logging.ERROR, **options)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - of a node that does not start in time Ray raises no narrower one
         # Ray does not say so. `ray start` asks for one where an earlier cluster of this user has left it.
         may_ask = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
         hint = ". If it asks for Ray's token, set RAY_AUTH_MODE=token" if may_ask else ""
