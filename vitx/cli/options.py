@@ -52,15 +52,20 @@ class Command(TyperCommand):
     # Any: newer versions of typer hold click inside, older ones depend on it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--out=" in args or ("--out", "") in pairwise(args):
-            raise typer.BadParameter(_EMPTY, ctx, param_hint="--out")
+            raise InputError(f"--out '': {_EMPTY}")
+        words = [_expanded(one) for one in _with_ray_address(args)]
         try:
-            return super().parse_args(ctx, [_expanded(one) for one in _with_ray_address(args)])
-        except typer.BadParameter as error:  # which names the environment variable, whatever the value is from
-            error.message = error.message.removeprefix("Value error, ")  # pydantic's, of a choice
-            if error.param is None or not (file := _file_of(error.param.name, ctx)):
+            return super().parse_args(ctx, [*words])
+        except typer.BadParameter as error:  # which does not say what was given, and of where only that it may be
+            if error.param is None:
                 raise
-            given = ctx.default_map[error.param.name]
-            raise InputError(f"{file}{error.param.opts[0]} {given}: {error.message}") from None
+            value, source = error.param.consume_value(ctx, self.make_parser(ctx).parse_args(words)[0])
+            if value is None:  # it is missing
+                raise
+            parameter, message = error.param, error.message.removeprefix("Value error, ")  # pydantic's, of a choice
+            name = f"{parameter.opts[0] if parameter.param_type_name == 'option' else parameter.metavar} "
+            name = f"{parameter.envvar}=" if source.name == "ENVIRONMENT" else name
+            raise InputError(f"{_file_of(parameter.name, ctx)}{name}{value or repr(value)}: {message}") from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for one in self.params:  # `_config` says it once: half of the help was names of variables

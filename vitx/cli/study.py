@@ -26,10 +26,10 @@ def command(
             "alternet",
         ],
         typer.Argument(
-            metavar="ablation|losses|depth|methods|talking-heads|finetune|kernel-size|precision|alternet",
-            help="The patch losses on and off; with depth; depth × kind of attention; every method against "
-            "over-smoothing alone; talking heads × losses; larger images; attention in neighbourhoods; float32 and "
-            "halves; AlterNet's build-up rule.",
+            metavar="KIND",
+            help="ablation: the patch losses on and off; losses: at two depths; depth: by kind of attention; methods: "
+            "each one against over-smoothing alone; talking-heads: by losses; finetune: on larger images; kernel-size: "
+            "attention in neighbourhoods; precision: float32 and halves; alternet: its build-up rule.",
         ),
     ],
     recipe: Annotated[
