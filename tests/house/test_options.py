@@ -20,12 +20,15 @@ HEAD = """# Options
 Every argument and option of every verb, as `vitx VERB -h` prints them, and the variable of each. Units are in the names
 or in the meaning.
 
-Where a verb has `--config FILE.toml`, each option may also stand in that file (`max-batch = 64`, `watch = true`,
-`bundles = ["a.vitx"]`) or in the environment, under the name that the table gives. The command line goes before the
-environment, the environment before the file, the file before the default. Several values of one variable have spaces
-between, several paths ':'. On the command line `~/` is the home folder, in quotes and behind `--out=` too. A name in
-the file that is no option is refused. In Python the same options are one record:
-`vitx.serve.options.ServeOptions(max_batch=64)`.
+Where a verb has `--config FILE.toml`, each option may come from four places; the first that has it counts:
+
+1. the command line: `--max-batch 64`; `~/` is the home folder, in quotes and behind `--out=` too;
+2. the environment, under the name that the table gives: several values with spaces between, several paths with ':';
+3. the file: `max-batch = 64`, `watch = true`, `bundles = ["a.vitx"]`; a name in it that is no option is refused;
+4. the default.
+
+A value that is refused is one line that says where it came from (`error: VITX_SERVE_PORT=a: …`) and exit code 2. In
+Python the same options are one record: `vitx.serve.options.ServeOptions(max_batch=64)`.
 
 Kubernetes sets `VITX_SERVE_PORT` by itself where a Service is called `vitx-serve`: name it otherwise, or set
 `enableServiceLinks: false`.
