@@ -237,11 +237,9 @@ def test_the_column_of_the_images(tmp_path: Path, columns: list[str], given: str
         assert sources(items(found, tmp_path, given)) == [("a.parquet/0000000", taken.encode())]
         return
     holding = ", ".join(name for name in columns if name not in others) or "none"
-    wanted = f"'{given}'" if given else "a single one, or one named image, img, jpg, png, webp, bytes"
-    expected = (
-        f"a.parquet has the columns {', '.join(columns)}, of which {holding} may hold images: expected {wanted}; "
-        "name it with --image-column"
-    )
+    asked = "expected a single one, or one named image, img, jpg, png, webp, bytes; name it with --image-column"
+    asked = f"expected one of these, and --image-column is '{given}'" if given else asked
+    expected = f"a.parquet has the columns {', '.join(columns)}, of which {holding} may hold images: {asked}"
     with pytest.raises(InputError) as raised:
         inventory(tmp_path / "a.parquet", tmp_path, column=given)
     assert str(raised.value) == expected

@@ -258,8 +258,9 @@ def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
     preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found]
     if given not in found and (given is not None or not preferred):
         some = ", ".join(found) or "none"
-        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
-        raise InputError(f"{has}, of which {some} may hold images: expected {wanted}; name it with --image-column")
+        asked = f"expected a single one, or one named {', '.join(IMAGE_COLUMNS)}; name it with --image-column"
+        asked = asked if given is None else f"expected one of these, and --image-column is '{given}'"
+        raise InputError(f"{has}, of which {some} may hold images: {asked}")
     kinds = [_value_type(field.type) for field in schema if field.name == key]
     of_keys = (types.is_string, types.is_large_string, types.is_string_view, types.is_integer)
     texts = [kind for kind in kinds if any(is_one(kind) for is_one in of_keys)]
