@@ -1,8 +1,13 @@
-"""What `vitx train` may be told of a run's beginning. Every default is here, and nowhere else."""
+"""What `vitx train` may be told of a run's beginning, and what `vitx study` can vary. Every default is here alone."""
 
 from pathlib import Path
+from typing import Literal
 
 from vitx.core.options import Options, option
+
+StudyKind = Literal[
+    "ablation", "losses", "depth", "methods", "talking-heads", "finetune", "kernel-size", "precision", "alternet"
+]
 
 
 class TrainOptions(Options):

@@ -10,11 +10,9 @@ from pydantic import Field
 
 from vitx.core.files import Record
 from vitx.train.loop.checkpoint import Metrics, best_row
+from vitx.train.options import StudyKind
 from vitx.train.recipes.optimization_settings import Metric
 
-Kind = Literal[
-    "ablation", "losses", "depth", "methods", "talking-heads", "finetune", "kernel-size", "precision", "alternet"
-]
 # "Last layers" are the last 1/4 of the blocks.
 LAST_LAYERS_DIVISOR = 4
 
@@ -97,7 +95,7 @@ class StudyResult(Record):
     """`study.json`."""
 
     format_version: Literal[1] = 1
-    study: Kind
+    study: StudyKind
     recipe: str
     data: str
     classes: int

@@ -15,8 +15,9 @@ from vitx.core.run import RunFolder
 from vitx.data.open import open_splits
 from vitx.train.loop.environment import DataRecord
 from vitx.train.loop.network import build_network, load_initial_weights, model_spec
+from vitx.train.options import StudyKind
 from vitx.train.recipes.registry import resolve_recipe
-from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
+from vitx.train.study.result import Score, StudyResult, Variant, rows_of
 from vitx.train.study.trials import Runner, Trial
 from vitx.train.study.variants import STUDIES
 
@@ -31,7 +32,7 @@ class Study:
     Raises InputError for bad arguments, and for an `out` that holds another study or something else.
     """
 
-    kind: Kind
+    kind: StudyKind
     recipe: str
     out: Path
     seeds: tuple[int, ...]
@@ -157,7 +158,7 @@ def _in_words(score: Score) -> str:
     return f"top-1 {score.top1:.2%}{similarity}, {score.seconds:.0f} s"
 
 
-def _check_folder(out: Path, kind: Kind) -> None:
+def _check_folder(out: Path, kind: StudyKind) -> None:
     """Raise InputError for a folder that holds another study, or something else, and where none can be."""
     check_folder(out)
     if (out / "study.json").is_file():

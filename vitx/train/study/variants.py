@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vitx.core.errors import InputError
+from vitx.train.options import StudyKind
 from vitx.train.recipes.recipe import Recipe
-from vitx.train.study.result import Kind, Variant
+from vitx.train.study.result import Variant
 
 LOSSES = ("cosine", "contrastive", "mixing")
 ATTENTIONS = ("plain", "talking-heads", "re-attention")
@@ -167,7 +168,7 @@ def precision_variants(_recipe: Recipe) -> list[Variant]:
     ]
 
 
-STUDIES: dict[Kind, Published] = {
+STUDIES: dict[StudyKind, Published] = {
     "ablation": Published(
         ablation_variants,
         "Gong et al., Table 1: DeiT-B of 12 blocks x 768, ImageNet, 224 px, 300 epochs",
