@@ -6,6 +6,7 @@ import typer
 
 from vitx.analyze.options import AnalysisRequest, check_metrics
 from vitx.cli.options import Json, Quiet, from_records
+from vitx.core.console import counted, log_next, print_json, print_table
 
 if TYPE_CHECKING:
     from vitx.analyze import Analysis
@@ -31,7 +32,6 @@ def command(
     from vitx.analyze.analysis_report import report_json
     from vitx.analyze.network_analyses import analyze_networks
     from vitx.cli.next_command import export_of
-    from vitx.core.console import log_next, print_json
 
     metrics = chosen_metrics(request.only or None)
     names = [source, other] if other else [source]
@@ -50,7 +50,6 @@ def _print_findings(analyses: "list[Analysis]") -> None:
     from vitx.analyze.findings.differences import differences
     from vitx.analyze.findings.finding import effect_text
     from vitx.analyze.report_page import difference_text
-    from vitx.core.console import print_table
 
     names = network_names(analyses)
     for name, analysis in zip(names, analyses, strict=True):
@@ -72,7 +71,6 @@ def _print_findings(analyses: "list[Analysis]") -> None:
 def _print_table(analyses: "list[Analysis]", metrics: tuple[str, ...]) -> None:
     from vitx.analyze import METRICS
     from vitx.analyze.analysis_report import network_names
-    from vitx.core.console import counted, print_table
 
     def cell(analysis: "Analysis", name: str) -> str:
         if name in analysis.results:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vitx.bench.options import BenchOptions
 from vitx.cli.options import BundleArgument, Json, Quiet, from_records, require_effect
+from vitx.core.console import counted, print_json, print_table
 
 if TYPE_CHECKING:
     from vitx.bench.request import BenchRequest
@@ -43,7 +44,6 @@ def command(
 def _sweep(request: "BenchRequest", options: BenchOptions, *, as_json: bool, quiet: bool) -> None:
     from vitx.bench import bench_bundle
     from vitx.bench.plot import check_plot, save_plot
-    from vitx.core.console import print_json
 
     if options.plot:
         check_plot(options.plot)
@@ -63,8 +63,6 @@ def _sweep(request: "BenchRequest", options: BenchOptions, *, as_json: bool, qui
 
 
 def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
-    from vitx.core.console import counted, print_table
-
     columns = ("runtime", "threads", "batch", "median ms", "p95 ms", "p99 ms", "images/s", "compute", "memory", "limit")
     rows = [
         (
@@ -94,8 +92,6 @@ def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
 
 
 def _tune(request: "BenchRequest", *, as_json: bool, quiet: bool) -> None:
-    from vitx.core.console import print_json, print_table
-
     tuning = request.tune(quiet=quiet)
     if as_json:
         print_json(tuning.model_dump(mode="json"))
@@ -111,7 +107,6 @@ def _tune(request: "BenchRequest", *, as_json: bool, quiet: bool) -> None:
 def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool) -> None:
     from vitx.bench.request import parse_rates
     from vitx.bench.scenarios import parse_scenarios
-    from vitx.core.console import print_json, print_table
 
     scenarios = () if options.scenario is None else parse_scenarios(options.scenario)
     if "server" not in scenarios:

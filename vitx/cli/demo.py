@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from vitx.cli.options import Json
+from vitx.core.console import print_result
+from vitx.core.errors import missing_package
 
 
 def command(
@@ -15,8 +17,6 @@ def command(
 ) -> None:
     """Train on handwritten digits, export with proof, serve, and send every test image over HTTP as PNG."""
     from vitx.cli.doctor import EXTRAS
-    from vitx.core.console import print_result
-    from vitx.core.errors import missing_package
 
     for extra in ("train", "export", "serve"):
         for package in EXTRAS[extra][0]:

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from vitx.cli.options import Json
+from vitx.core.console import print_fields, print_json, print_table
 
 # Of each extra: packages that are there together only where all of it is, and the verbs that need it.
 EXTRAS = {
@@ -18,7 +19,6 @@ EXTRAS = {
 def command(as_json: Json = False) -> None:
     """Say what this machine and installation can do, which runtimes can be used, and what to install for the rest."""
     from vitx import __version__
-    from vitx.core.console import print_fields, print_json, print_table
     from vitx.core.machine import describe_machine, installed_versions, local_gpus
     from vitx.runtimes.requirements import RUNTIMES, why_unusable
     from vitx.runtimes.tensorrt_versions import tensorrt_report

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, Threads, Which
+from vitx.core.console import print_result
 
 
 def command(
@@ -22,7 +23,6 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Top-1, NLL, calibration (ECE) and Brier score: a run through torch, a bundle through ONNX Runtime by default."""
-    from vitx.core.console import print_result
     from vitx.parity.evaluate import evaluate_path
 
     result = evaluate_path(

@@ -1,11 +1,13 @@
 """`vitx export`: a run, or a network with weights, becomes a certified bundle, with engines where asked for."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vitx.cli.options import Json, Quiet, from_records
+from vitx.core.console import log_next, print_json, print_result, print_table
 from vitx.core.errors import InputError
 from vitx.export.options import ExportOptions
 
@@ -40,7 +42,6 @@ def command(
             raise InputError(f"--explain only prints what rewrites remove: leave --out {out} out")
         _explain(source, weights, options, as_json=as_json)
         return
-    from vitx.core.console import log_next, print_result
     from vitx.parity.exported import export_certified
 
     bundle = export_certified(source, out, options, weights=weights, quiet=quiet)
@@ -50,9 +51,6 @@ def command(
 
 
 def _explain(target: str, weights: str, options: ExportOptions, *, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from vitx.core.console import print_json, print_table
     from vitx.export import explain
     from vitx.export.rewrite.rewrites import select_rewrites
     from vitx.parity.exported import source_request

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from vitx.cli.options import Json
+from vitx.core.console import print_json, print_result, print_table
+from vitx.core.errors import InputError
 
 
 def command(
@@ -21,8 +23,6 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List the networks, show one in full, or convert a published checkpoint: `convert FILE.pth --as NAME`."""
-    from vitx.core.errors import InputError
-
     if name == "convert":
         if file is None or network is None:
             raise InputError("convert needs a file and the network: vitx models convert FILE.pth --as deepvit_s")
@@ -36,8 +36,6 @@ def command(
 
 
 def _list(*, as_json: bool) -> None:
-    from vitx.core.console import print_json, print_table
-
     # The table in the package, read without importing the networks: the list needs no PyTorch.
     zoo = json.loads((Path(__file__).parents[1] / "models" / "zoo.json").read_bytes())
     if as_json:
@@ -48,19 +46,12 @@ def _list(*, as_json: bool) -> None:
 
 
 def _show(name: str, *, as_json: bool) -> None:
-    from vitx.core.console import print_fields, print_json
     from vitx.models.network_summary import summarize
 
-    summary = summarize(name)
-    if as_json:
-        print_json(summary.model_dump())
-    else:
-        print_fields(name, summary.model_dump(exclude={"name"}))
+    print_result(name, summarize(name).model_dump(), as_json=as_json)
 
 
 def _convert(file: Path, network: str, out: Path, *, as_json: bool) -> None:
-    from vitx.core.console import print_json
-    from vitx.core.errors import InputError
     from vitx.core.files import check_file
     from vitx.core.run import ModelSpec
     from vitx.models import build_model, load_public_checkpoint

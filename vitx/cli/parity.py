@@ -1,11 +1,15 @@
 """`vitx parity`: are two of runs and bundles the same classifier?"""
 
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vitx.cli.options import Json, Quiet, from_records, require_effect
+from vitx.core.console import log, log_next, print_fields, print_json, print_table
+from vitx.core.errors import InputError
 from vitx.parity.options import ParityOptions
 
 if TYPE_CHECKING:
@@ -42,11 +46,7 @@ def command(
 
     Exit code 1 when the verdict is fail; the certificate is written all the same and says why.
     """
-    import re
-
     from vitx.core.bundle import MANIFEST
-    from vitx.core.console import log_next
-    from vitx.core.errors import InputError
     from vitx.parity.check import check_parity
     from vitx.parity.executables.first_load import certify_here, require_passing
     from vitx.parity.replay import verify_certificate
@@ -84,10 +84,6 @@ def command(
 
 
 def _print_replay(replay: "Replay", *, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from vitx.core.console import print_json, print_table
-
     path = replay.bundle.path
     if as_json:
         numbers = [asdict(number) for number in replay.numbers]
@@ -100,8 +96,6 @@ def _print_replay(replay: "Replay", *, as_json: bool) -> None:
 
 
 def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool) -> None:
-    from vitx.core.console import print_json, print_table
-
     if as_json:
         listed = [verdict.model_dump(mode="json") for verdict in verdicts]
         print_json({"bundle": str(path), "executables": listed})
@@ -126,7 +120,6 @@ def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool)
 
 
 def _print_result(result: "ParityResult", candidate: str, *, as_json: bool) -> None:
-    from vitx.core.console import log, print_fields, print_json
     from vitx.parity.html_report import summary
 
     if as_json:
@@ -149,8 +142,6 @@ def _print_result(result: "ParityResult", candidate: str, *, as_json: bool) -> N
 
 def _print_flips(flips: "tuple[Flip, ...]") -> None:
     """The ten of largest margin: they are the furthest from rounding."""
-    from vitx.core.console import print_table
-
     clearest = sorted(flips, key=lambda flip: flip.reference_margin, reverse=True)[:10]
     print_table(
         f"the clearest of {len(flips)} flips",
@@ -160,8 +151,6 @@ def _print_flips(flips: "tuple[Flip, ...]") -> None:
 
 
 def _print_layers(layers: "tuple[LayerError, ...]") -> None:
-    from vitx.core.console import print_table
-
     rows = [(x.name, x.error, x.own, x.similarity_reference, x.similarity_candidate) for x in layers]
     print_table(
         "error by layer, relative",

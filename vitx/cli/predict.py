@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitx.cli.options import BundleArgument, Json, Quiet, from_records, not_empty
+from vitx.core.console import counted, print_fields, print_json
 from vitx.predict.options import PredictOptions
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ def command(
 
     Run it again to go on after a stop. One process at a time works on an output; with --shard several share an input.
     """
-    from vitx.core.console import print_json
     from vitx.predict.job import launch
 
     summary = launch(bundle, source, out, options, quiet=quiet)
@@ -37,26 +37,19 @@ def command(
     summary.check_errors(options.max_error_rate, options.share)
 
 
-def _skipped(summary: "PredictionSummary") -> str:
-    """Names that are no images: how many, and which for example."""
-    from vitx.core.console import counted
-
-    skipped = summary.skipped_names
-    return f"{counted(skipped.count, 'name')} of no image, such as {', '.join(skipped.first)}" if skipped.count else "0"
-
-
 def _print(summary: "PredictionSummary", out: str) -> None:
-    from vitx.core.console import counted, print_fields
     from vitx.predict import PREDICTIONS
 
     common = sorted(summary.classes.items(), key=lambda item: item[1], reverse=True)[:5]
     busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.stages.items())
+    skipped = summary.skipped_names
+    names = f"{counted(skipped.count, 'name')} of no image, such as {', '.join(skipped.first)}" if skipped.count else 0
     print_fields(
         f"{counted(summary.images, 'image')} of {summary.input}",
         {
             "written to": f"{out.rstrip('/')}/{PREDICTIONS}",
             "unreadable": summary.errors,
-            "skipped": _skipped(summary),
+            "skipped": names,
             **({} if summary.increment is None else {"compared with the output": str(summary.increment)}),
             "done by the last process": summary.images_here,  # that did any, of a run that was finished
             "seconds": summary.seconds,

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from vitx.cli.options import Json
+from vitx.core.console import print_fields, print_json
 
 
 def command(
@@ -12,7 +13,6 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List the recipes, or show one in full: its command, hardware, time, result, and every setting."""
-    from vitx.core.console import print_fields, print_json
     from vitx.train.recipes.registry import RECIPES, describe
 
     if name is not None:
@@ -27,7 +27,6 @@ def command(
 
 def _show(name: str, *, as_json: bool) -> None:
     from vitx.cli.settings import as_given
-    from vitx.core.console import print_fields, print_json
     from vitx.train.recipes.recipe import flat_settings
     from vitx.train.recipes.registry import describe, get_recipe
 

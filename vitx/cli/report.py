@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, RunArgument, SkipBad, Which
+from vitx.core.console import log_next, print_result
 
 
 def command(
@@ -20,7 +21,6 @@ def command(
 ) -> None:
     """Show a run on one page: curves, recipe, environment, confusion matrix, layers. It needs no other file."""
     from vitx.cli.next_command import export_of
-    from vitx.core.console import log_next, print_result
     from vitx.core.run import RunFolder
     from vitx.models.device import choose_device
     from vitx.train.report import write_report

@@ -1,10 +1,12 @@
 """`vitx settings`: what can be set in a recipe."""
 
+import json
 from typing import Annotated
 
 import typer
 
 from vitx.cli.options import Json
+from vitx.core.console import print_json, print_table
 
 
 def command(
@@ -14,7 +16,6 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List the keys of `vitx train --set` and of recipe files: type, bounds, default and reason."""
-    from vitx.core.console import print_json, print_table
     from vitx.train.recipes.settings import all_settings, settings_named
 
     found = settings_named(key) if key else all_settings()
@@ -30,6 +31,4 @@ def command(
 
 def as_given(value: object) -> str:
     """A value as `--set` takes it."""
-    import json
-
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

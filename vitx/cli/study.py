@@ -2,11 +2,14 @@
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
+from vitx.core.console import log, print_fields, print_json, print_table
+from vitx.core.errors import CheckFailed, InputError
+from vitx.train.options import StudyKind
 
 if TYPE_CHECKING:
     from vitx.train.study.result import Row, StudyResult
@@ -14,17 +17,7 @@ if TYPE_CHECKING:
 
 def command(
     kind: Annotated[
-        Literal[
-            "ablation",
-            "losses",
-            "depth",
-            "methods",
-            "talking-heads",
-            "finetune",
-            "kernel-size",
-            "precision",
-            "alternet",
-        ],
+        StudyKind,
         typer.Argument(
             metavar="KIND",
             help="ablation: the patch losses on and off; losses: at two depths; depth: by kind of attention; methods: "
@@ -59,8 +52,6 @@ def command(
     Finished runs are kept and stopped ones resume, so the same command continues a study. Failed runs are reported at
     the end.
     """
-    from vitx.core.console import log, print_json
-    from vitx.core.errors import CheckFailed, InputError
     from vitx.train.loop.interruption import TrainingStopped
     from vitx.train.study.run_study import run_study
     from vitx.train.study.study import Study
@@ -97,8 +88,6 @@ def command(
 
 def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:
     """'0, 1,2' → (0, 1, 2); raise InputError unless all are whole numbers from `smallest` on, and for no number."""
-    from vitx.core.errors import InputError
-
     try:
         numbers = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -111,8 +100,6 @@ def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:
 
 
 def _print(result: "StudyResult", folder: Path) -> None:
-    from vitx.core.console import print_fields, print_table
-
     factors = list(result.rows[0].factors) if result.rows else []
     columns = [*factors, "n", "top-1 (%)", "gain", "CosSim, last", "last quarter", "attention std"]
     rows = [_cells(row) for row in result.rows]

@@ -1,12 +1,17 @@
 """`vitx top`: watch a running server in the terminal."""
 
+import sys
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitx.cli.options import Json
+from vitx.core.console import can_redraw, print_json
+from vitx.core.errors import EnvironmentMissing, InputError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -26,10 +31,6 @@ def command(
     ca_file: Annotated[Path | None, typer.Option(help="Certificates to trust, in PEM, for a server with TLS.")] = None,
 ) -> None:
     """Show what a server does, by model: images a second, batches, queue, times, refusals, certificate."""
-    import sys
-    import time
-
-    from vitx.core.console import can_redraw, print_json
     from vitx.serve.observe.top import ServerClient, snapshot
 
     server = ServerClient(url, _token(token_file), _checked_ca_file(ca_file), _token(metrics_token_file))
@@ -49,12 +50,9 @@ def command(
 
 def _watch(server: "ServerClient", before: "Reading", interval: float) -> None:
     """Redraw in place until interrupted; when the server stops answering, show the error and keep trying."""
-    import time
-
     from rich.live import Live
     from rich.text import Text
 
-    from vitx.core.errors import EnvironmentMissing
     from vitx.serve.observe.top import snapshot
 
     with Live(view(snapshot(before, None)), screen=True, auto_refresh=False) as live:
@@ -71,8 +69,6 @@ def _watch(server: "ServerClient", before: "Reading", interval: float) -> None:
 
 def view(found: Mapping[str, Any]) -> "Group":
     """Lay out one snapshot for the terminal."""
-    from datetime import timedelta
-
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -123,8 +119,6 @@ def _token(path: Path | None) -> str | None:
 
 def _checked_ca_file(path: Path | None) -> str | None:
     import ssl
-
-    from vitx.core.errors import InputError
 
     if path is not None and not path.is_file():
         raise InputError(f"--ca-file '{path}' is not a file: expected certificates in PEM")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, from_records
+from vitx.core.console import log, log_next, print_fields, print_json, print_result, print_table
 from vitx.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ def command(
     from vitx.train.loop.distributed.processes import is_first_process
 
     if options.dry_run:
-        from vitx.core.console import print_result
         from vitx.train.loop.dry_run import dry_run as take_some_steps
 
         found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
@@ -95,7 +95,6 @@ def _train(
     resolved: "Recipe", folder: Path, again: list[str], *, resume: bool, as_json: bool, quiet: bool, **choices: Any
 ) -> None:
     """again: the arguments with which a run that was stopped goes on."""
-    from vitx.core.console import log, log_next, print_result
     from vitx.train import train
     from vitx.train.loop.distributed.processes import is_first_process, launcher
     from vitx.train.loop.interruption import TrainingStopped
@@ -125,7 +124,6 @@ def _train(
 
 
 def _find_rate(resolved: "Recipe", *, as_json: bool, **choices: Any) -> None:
-    from vitx.core.console import print_fields, print_json, print_table
     from vitx.train.loop.distributed.processes import is_first_process
     from vitx.train.lr_find import lr_find, rows
 

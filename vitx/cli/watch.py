@@ -1,5 +1,7 @@
 """`vitx watch`: a run in the terminal while it trains."""
 
+import time
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,9 +14,6 @@ def command(
     interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two readings.")] = 1.0,
 ) -> None:
     """Show loss, top-1, images a second and the time that is left of a run, until it ends."""
-    import time
-    from functools import partial
-
     from vitx.core.run import RunFolder
     from vitx.train.watch import watch
 
