@@ -52,11 +52,8 @@ def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings:
 
     Raises CheckFailed when not even the slowest offered rate keeps the bound of the server scenario.
     """
-    if scenario == "offline":
-        return offline(infer, images, settings)
-    if scenario == "server":
-        return server(infer, images, settings)
-    return single_stream(infer, images, settings.seconds)
+    measure = {"offline": offline, "server": server, "single-stream": single_stream}[scenario]
+    return measure(infer, images, settings)
 
 
 def parse_scenarios(text: str) -> tuple[Scenario, ...]:
@@ -89,11 +86,11 @@ async def _all_at_once(infer: Infer, images: UInt8Array, count: int, batching: B
     return elapsed
 
 
-def single_stream(infer: Infer, images: UInt8Array, seconds: float) -> ScenarioResult:
+def single_stream(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
     """One caller, one image, the next when the last is back: its 90th percentile."""
     lane = Lane("single stream", lambda: infer(images[:1]))
     lane.warm_up()
-    lane.take_turn(seconds)
+    lane.take_turn(settings.seconds)
     found = {share: 1e3 * value for share, value in percentiles(lane.times, (0.5, 0.9, 0.95, 0.99)).items()}
     return ScenarioResult(
         scenario="single-stream",

@@ -65,12 +65,6 @@ _DAMAGE = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, AssertionError),
     *(LookupError, ArithmeticError, RecursionError, struct.error, zlib.error),
 )
-_FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 # A draft keeps at least so many times the pixels a side needs; with 1 its pixels would differ five times as much.
 DRAFT_MARGIN = 2
 # Above 1 the image is resized to less than the square and padded: timm's VOLO networks are evaluated at 1.15.
@@ -139,16 +133,16 @@ class Preprocessing(Record):
         self.check_size(*image.size)
         width, height = image.size
         scaled = self._scaled(width, height)
-        size = self.image_size
+        size, resampling = self.image_size, Image.Resampling[self.interpolation.upper()]
         padded = min(scaled) < size
         left = round((scaled[0] - size) / 2)
         top = round((scaled[1] - size) / 2)
         if draft and not padded:
             across, down = width / scaled[0], height / scaled[1]
             box = (left * across, top * down, min(width, (left + size) * across), min(height, (top + size) * down))
-            return np.asarray(image.resize((size, size), _FILTERS[self.interpolation], box=box))
+            return np.asarray(image.resize((size, size), resampling, box=box))
         if scaled != image.size:
-            image = image.resize(scaled, _FILTERS[self.interpolation])
+            image = image.resize(scaled, resampling)
         if padded:
             return self._padded(image)
         return np.asarray(image.crop((left, top, left + size, top + size)))
