@@ -157,7 +157,7 @@ def test_the_subject_is_the_manifest_and_every_file_it_names(bundle: Bundle) -> 
 
 def test_a_certificate_is_of_these_files_passes_and_is_unchanged(bundle: Bundle) -> None:
     path = bundle.path
-    assert bundle.certificate() is None
+    assert (bundle.certificate(), bundle.summary()["verdict"]) == (None, "not certified")
     with pytest.raises(CheckFailed) as caught:
         bundle.require_certificate()
     assert str(caught.value) == f"bundle '{path}' has no certificate: {REMEDY}"
@@ -165,6 +165,7 @@ def test_a_certificate_is_of_these_files_passes_and_is_unchanged(bundle: Bundle)
     good = certificate(subject=bundle.subject()).sealed()
     write_json(path / CERTIFICATE, good)
     assert bundle.require_certificate() == good == bundle.certificate()
+    assert (bundle.summary()["verdict"], bundle.summary()["images"]) == ("pass", good.images)
 
     other = bundle.subject() | {MANIFEST: "0" * 64}
     del other["model.onnx"]
@@ -174,6 +175,7 @@ def test_a_certificate_is_of_these_files_passes_and_is_unchanged(bundle: Bundle)
     assert str(caught.value) == (
         f"the certificate of '{path}' is of other files (manifest.json, model.onnx differ): {REMEDY}"
     )
+    assert bundle.summary()["verdict"] == f"refused: {caught.value}", "a summary says what a server does"
 
     failed = certificate(subject=bundle.subject(), verdict="fail", reasons=("3 flips", "drift"))
     write_json(path / CERTIFICATE, failed.sealed())
@@ -182,8 +184,10 @@ def test_a_certificate_is_of_these_files_passes_and_is_unchanged(bundle: Bundle)
     assert str(caught.value) == f"the certificate of '{path}' says fail: 3 flips; drift"
 
     write_json(path / CERTIFICATE, good.model_copy(update={"accuracy_candidate": 0.99}))
-    with pytest.raises(CheckFailed, match="its own digest differs"):
+    with pytest.raises(CheckFailed, match="its own digest differs") as caught:
         bundle.require_certificate()
+    assert bundle.summary()["verdict"] == f"refused: {caught.value}"
+    assert "images" not in bundle.summary(), "no number of a certificate that was edited"
 
 
 def test_a_certificate_that_is_written_while_it_is_judged_is_not_taken_for_the_judged_one(bundle: Bundle) -> None:

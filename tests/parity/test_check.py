@@ -348,7 +348,9 @@ def test_what_the_server_answers_can_fail_alone(models: Models, served: list[Any
         "over HTTP a log probability differs by 3, allowed 2",
     )
     assert result.notes == ()
-    assert result.as_json()["served"]["flips"] == ["a", "b"]
+    printed = result.as_json()
+    assert printed["served"]["flips"] == ["a", "b"]
+    assert (printed["verdict"], printed["reasons"]) == ("fail", [*result.failures]), "a machine reads no exit code"
     with pytest.raises(CheckFailed, match="is not the checkpoint's equal: over HTTP 2 of 320"):
         result.require_pass(RUN, BUNDLE)
     page = report.read_text()

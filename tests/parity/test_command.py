@@ -46,6 +46,22 @@ def test_a_bundle_is_compared_with_a_run(tiny_run: RunFolder, uncertified_bundle
     assert json.loads(out)["candidate"] == "colours, checkpoint best"
 
 
+def test_what_comes_next_is_not_to_serve_a_bundle_that_would_be_refused(
+    tiny_run: RunFolder, uncertified_bundle: Bundle, vitx: Vitx
+) -> None:
+    """What passes on some images, or in another runtime, is not what the certificate in the bundle says."""
+    path = uncertified_bundle.path
+    pair = ("parity", tiny_run.path, path, "--device", "cpu")
+    _, _, said = vitx(*pair, "--images", "320")
+    assert f"parity: vitx serve would refuse it: bundle '{path}' has no certificate: run `vitx parity RUN" in said
+    assert f"next: vitx serve {path}\n" in vitx(*pair)[2]
+    file = path / CERTIFICATE
+    file.write_bytes(file.read_bytes().replace(b'"images": 360', b'"images": 999'))
+    code, _, said = vitx(*pair, "--runtime", "onnxruntime")
+    assert (code, "next:" in said) == (0, False)
+    assert f"vitx serve would refuse it: {file} was changed after it was written" in said
+
+
 @pytest.mark.parametrize(("rate", "bound"), [("0", "greater than 0"), ("1", "less than 1"), ("-0.1", "greater than 0")])
 def test_the_ends_of_the_flip_rate_are_refused_with_its_name(vitx: Vitx, rate: str, bound: str) -> None:
     """No number of images proves a rate of 0, and none is needed for 1; the help says so."""

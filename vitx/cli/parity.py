@@ -57,7 +57,7 @@ def command(
         replay = verify_certificate(reference, Path(candidate) if candidate else None, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()
-        log_next("vitx", "serve", reference, quiet=quiet)
+        _log_next(replay.bundle.path, quiet=quiet)
         return
     if candidate is None:
         applied = {"runtime", "max_flip_rate", "device"}
@@ -66,7 +66,7 @@ def command(
         _print_verdicts(reference, verdicts, as_json=as_json)
         for verdict in verdicts:
             require_passing(reference, verdict)
-        log_next("vitx", "serve", reference, quiet=quiet)
+        _log_next(reference, quiet=quiet)
         return
     if re.match("https?:/", str(reference)):
         raise InputError(f"the reference is '{reference}': expected a run or a bundle; a served model is the candidate")
@@ -80,7 +80,21 @@ def command(
     _print_result(result, candidate, as_json=as_json)
     result.require_pass(reference, candidate)
     if (Path(candidate) / MANIFEST).is_file():
-        log_next("vitx", "serve", candidate, quiet=quiet)
+        _log_next(Path(candidate), quiet=quiet)
+
+
+def _log_next(path: Path, *, quiet: bool) -> None:
+    """The command that serves a bundle, or why none would: what passed here need not be what its certificate says."""
+    from vitx.core.bundle import Bundle, read_manifest
+    from vitx.core.console import log, log_next
+    from vitx.core.errors import CheckFailed
+
+    try:
+        Bundle(path, read_manifest(path)).require_certificate()
+    except CheckFailed as refusal:
+        log(f"parity: vitx serve would refuse it: {refusal}", quiet=quiet)
+    else:
+        log_next("vitx", "serve", path, quiet=quiet)
 
 
 def _print_replay(replay: "Replay", *, as_json: bool) -> None:

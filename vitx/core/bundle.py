@@ -202,8 +202,8 @@ class Bundle:
         return self.path / MODEL
 
     def summary(self) -> dict[str, object]:
-        """What the bundle holds, and what its certificate says; sizes in MB."""
-        manifest, certificate = self.manifest, self.certificate()
+        """What the bundle holds, and what its certificate says, or why it is refused; sizes in MB."""
+        manifest = self.manifest
         summary: dict[str, object] = {
             "bundle": str(self.path),
             "model": manifest.model.name,
@@ -214,16 +214,20 @@ class Bundle:
             "rewrites": ", ".join(manifest.rewrites),
             "files": ", ".join(manifest.files),
             **({"outputs": ", ".join(spec.name for spec in manifest.outputs)} if manifest.outputs else {}),
-            "verdict": certificate.verdict if certificate else "not certified",
         }
-        if certificate:
-            summary |= {
-                "images": certificate.images,
-                "flips": len(certificate.flips),
-                "flip_rate_bound": certificate.flip_rate_bound,
-                "max_logit_error": certificate.max_logit_error,
-            }
-        return summary
+        try:
+            certificate = self.require_certificate()
+        except CheckFailed as reason:
+            present = (self.path / CERTIFICATE).is_file()
+            return {**summary, "verdict": f"refused: {reason}" if present else "not certified"}
+        return {
+            **summary,
+            "verdict": certificate.verdict,
+            "images": certificate.images,
+            "flips": len(certificate.flips),
+            "flip_rate_bound": certificate.flip_rate_bound,
+            "max_logit_error": certificate.max_logit_error,
+        }
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -254,6 +258,7 @@ class Bundle:
         return {MANIFEST: sha256_file(self.path / MANIFEST), **digests}
 
     def certificate(self) -> Certificate | None:
+        """What the file says, unchecked: `require_certificate` finds whether it is of these files and unchanged."""
         path = self.path / CERTIFICATE
         return read_record(path, Certificate) if path.is_file() else None
 

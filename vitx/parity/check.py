@@ -45,8 +45,11 @@ class ParityResult:
     trace: TraceResult | None
 
     def as_json(self) -> dict[str, Any]:
+        """The certificate and what else was measured; `verdict` and `reasons` are of all of it, the served path too."""
         return {
             **self.certificate.model_dump(mode="json"),
+            "verdict": "fail" if self.failures else "pass",
+            "reasons": list(self.failures or self.certificate.reasons),
             "written": self.written,
             "notes": list(self.notes),
             "served": self.served and self.served.model_dump(mode="json"),

@@ -266,6 +266,11 @@ def test_a_rate_that_was_certified_holds_unless_another_is_asked_for(witnessed: 
 
     assert rate(options) == 0.25
     assert rate(ParityOptions(device="cpu", max_flip_rate=0.5)) == 0.5
+    path = witnessed.path / CERTIFICATE
+    path.write_bytes(path.read_bytes().replace(b'"max_flip_rate": 0.25', b'"max_flip_rate": 0.99'))
+    with pytest.raises(CheckFailed, match=r"certificate\.json was changed after it was written"):
+        rate(options)
+    assert rate(ParityOptions(device="cpu", max_flip_rate=0.5)) == 0.5
     (witnessed.path / CERTIFICATE).unlink()
     assert rate(options) == 0.01
     with pytest.raises(InputError, match="no bundle at '"):

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from vitx.core.bundle import MANIFEST, WITNESS, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, WITNESS, Bundle
 from vitx.core.certificate import Certificate, Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import require_seal
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.layers import first_divergence
 from vitx.parity.executables.listing import output_sets
@@ -45,7 +46,7 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     One verdict, and of a bundle with further outputs a second one on the executable that gives them too.
 
     Raises InputError for a path that is no bundle, a bundle without a witness set, and a set that is too small for a
-    `--max-flip-rate` that was given.
+    `--max-flip-rate` that was given; CheckFailed for a certificate that was edited, unless a rate was given.
     """
     if path.exists() and not (path / MANIFEST).is_file():
         raise InputError(f"'{path}' alone is no bundle: expected a reference and a candidate, or one bundle")
@@ -56,8 +57,10 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
             f"'{path}' has no witness set: compare it with its run, `vitx parity RUN {path}`, or export it with one"
         )
     asked = "max_flip_rate" in options.model_fields_set
-    certificate = bundle.certificate()
-    rate = options.max_flip_rate if asked or certificate is None else certificate.max_flip_rate
+    rate, certificate = options.max_flip_rate, bundle.certificate()
+    if certificate is not None and not asked:
+        remedy = "run `vitx parity RUN BUNDLE` again, or give --max-flip-rate"
+        rate = require_seal(bundle.path / CERTIFICATE, certificate, remedy=remedy).max_flip_rate
     runtime = options.runtime or DEFAULT_RUNTIME
     found = []
     for outputs in output_sets(bundle, runtime):
