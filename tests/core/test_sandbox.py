@@ -29,6 +29,12 @@ def test_a_result_comes_back_from_another_process() -> None:
     assert pid != os.getpid()
 
 
+def test_what_a_compiler_prints_is_no_part_of_the_verb_s_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """TensorRT's backend warns on standard output, past every logger: `--json` was no JSON with it."""
+    assert run_limited("converting", os.write, 1, b"WARNING: in op clamp\n") == 21
+    assert capfd.readouterr() == ("", "WARNING: in op clamp\n")
+
+
 def test_the_users_error_stays_the_users() -> None:
     with pytest.raises(InputError, match="the graph has no input"):
         run_limited("converting", raise_input_error)

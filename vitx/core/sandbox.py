@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -104,6 +104,8 @@ def _child(connection: Connection, function: Callable[..., Any], arguments: tupl
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     ignore_image_warnings()
     if parent := multiprocessing.parent_process():
+        with suppress(OSError):  # a compiler may print past its logger, and standard output is the verb's: perhaps JSON
+            os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         answer = ("result", function(*arguments))
