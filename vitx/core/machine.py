@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -187,15 +188,16 @@ def _processor() -> str:
     return _of_first_core(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
 
 
+def installed_version(package: str) -> str | None:
+    """The version of a package that is installed here, read without importing it; None for another."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
 def installed_versions() -> dict[str, str]:
     """The versions of the packages that a result depends on, as far as they are installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
 
 
 def require_socket_folder(name_length: int) -> None:

@@ -3,7 +3,6 @@
 Nothing here imports TensorRT: a plan is checked before any library sees it.
 """
 
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -11,6 +10,7 @@ from pydantic import Field
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import Record, read_record, sha256_file
+from vitx.core.machine import installed_version
 
 ENGINES_FOLDER = "engines"  # of a bundle
 Flavor = Literal["tensorrt", "tensorrt-rtx"]
@@ -148,12 +148,8 @@ def library_for(info: PlanInfo) -> InstalledLibrary:
 
 def installed_library(module: str) -> InstalledLibrary | None:
     """The version of a TensorRT module that is installed here, read without importing it."""
-    for name in _DISTRIBUTIONS[module]:
-        try:
-            return InstalledLibrary(module, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    versions = filter(None, map(installed_version, _DISTRIBUTIONS[module]))
+    return next((InstalledLibrary(module, version) for version in versions), None)
 
 
 def loads_with(info: PlanInfo, version: str) -> bool:

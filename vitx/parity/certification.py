@@ -199,15 +199,13 @@ def _write_certificate(
         verdicts += verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
     if not candidate.twin:  # the last word on the runtime that ran all images, not only the witness set
         verdicts.append(certificate.as_verdict(executable_of(bundle.subject(), candidate.session)))
-    may_run = WITNESS in bundle.manifest.files or any(each.verdict == "pass" for each in verdicts)
-    if certificate.verdict == "pass" and not may_run:
-        command = "vitx parity RUN BUNDLE --runtime onnxruntime"
-        log(f"warning: the graph passes, and no runtime was judged with it: run `{command}` where it will be served")
-    judged = {name for verdict in verdicts for name in verdict.executable.artefacts}
-    unjudged = WITNESS not in bundle.manifest.files and IR in bundle.manifest.files and IR not in judged
-    if certificate.verdict == "pass" and unjudged:
-        command = "vitx parity RUN BUNDLE --runtime openvino"
-        log(f"warning: without a witness set nothing judged {IR}, and no server runs it: run `{command}`")
+    if certificate.verdict == "pass" and WITNESS not in bundle.manifest.files:
+        run = "run `vitx parity RUN BUNDLE --runtime"
+        if not any(each.verdict == "pass" for each in verdicts):
+            warning = "the graph passes, and no runtime was judged with it"
+            log(f"warning: {warning}: {run} onnxruntime` where it will be served")
+        if IR in bundle.manifest.files and not any(IR in each.executable.artefacts for each in verdicts):
+            log(f"warning: without a witness set nothing judged {IR}, and no server runs it: {run} openvino`")
     with said_if_lost(certificate):
         return record_verdicts(bundle, certificate, verdicts)
 

@@ -7,7 +7,13 @@ import numpy as np
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.certificate import Executable, Verdict
 from vitx.core.errors import EnvironmentMissing, VitxError
-from vitx.core.machine import cpu_architecture, cuda_driver, describe_machine, local_architectures
+from vitx.core.machine import (
+    cpu_architecture,
+    cuda_driver,
+    describe_machine,
+    installed_version,
+    local_architectures,
+)
 from vitx.core.tensorrt_plan import MODULES, installed_library
 from vitx.parity.executables.judgement import BATCH
 from vitx.runtimes import load_session
@@ -69,12 +75,8 @@ def _installed_version(executable: Executable) -> str | None:
 
             return str(onnxruntime.__version__)
         case "openvino" | "openvino-bf16":
-            from importlib import metadata
-
-            try:
-                return metadata.version("openvino").split("-")[0]
-            except metadata.PackageNotFoundError:
-                return None
+            version = installed_version("openvino")
+            return version and version.split("-")[0]
         case "tensorrt" | "tensorrt-rtx":
             library = installed_library(MODULES[executable.runtime])
             return library.version if library else None
