@@ -1,7 +1,8 @@
 """Reading and changing an onnx_ir graph: the helpers of the folds."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,21 @@ def is_named(value: ir.Value) -> bool:
     return _NAMED.fullmatch(value.name or "") is not None
 
 
-def nodes_of(graph: ir.Graph, *operators: str) -> list[ir.Node]:
-    """The nodes of these standard operators, in order; the graph may be changed while they are walked."""
-    return [node for node in graph if node.domain == "" and node.op_type in operators]
+def at_each(*operators: str) -> Callable[[Callable[[ir.Graph, ir.Node], bool]], Callable[[ir.Graph], int]]:
+    """A fold of one node, which tells whether it applied, becomes one of a graph, which returns in how many places.
+
+    It is called with each node of these standard operators, in order, and may change the graph meanwhile.
+    """
+
+    def of_graph(fold: Callable[[ir.Graph, ir.Node], bool]) -> Callable[[ir.Graph], int]:
+        @wraps(fold)
+        def everywhere(graph: ir.Graph) -> int:
+            nodes = [node for node in graph if node.domain == "" and node.op_type in operators]
+            return sum(fold(graph, node) for node in nodes)
+
+        return everywhere
+
+    return of_graph
 
 
 def constant(graph: ir.Graph, like: ir.Value, array: Array) -> ir.Value:

@@ -16,12 +16,12 @@ from vitx.export.graph.channels import spread
 from vitx.export.graph.edits import (
     Array,
     array_of,
+    at_each,
     constant,
     dims_of,
     insert,
     is_free,
     is_inner,
-    nodes_of,
     producer_of,
     replace,
     reshape_target,
@@ -37,131 +37,123 @@ from vitx.export.graph.view_folds import slice_of
 JOINED_LIMIT = 2**21
 
 
-def fold_scales(graph: ir.Graph) -> int:
+@at_each("Mul")
+def fold_scales(graph: ir.Graph, node: ir.Node) -> bool:
     """A factor for each output channel, or one for all: `c⊙(Wx + b) = (c⊙W)x + c⊙b`.
 
     LayerScale, and 1/√d of attention. The factor may stand behind views, transposes and a split of the layer's result,
     and behind the product of queries and keys: then it is followed back to the layer's channels.
     """
-    changed = 0
-    for node in nodes_of(graph, "Mul"):
-        varying, factor = operands(node)
-        if varying is None or factor is None:
-            continue
-        found = layer_behind(varying, spread(varying, factor))
-        if found is not None:
-            scale_outputs(graph, *found)
-            replace(graph, node, varying)
-            changed += 1
-    return changed
+    varying, factor = operands(node)
+    if varying is None or factor is None:
+        return False
+    found = layer_behind(varying, spread(varying, factor))
+    if found is not None:
+        scale_outputs(graph, *found)
+        replace(graph, node, varying)
+        return True
+    return False
 
 
-def fold_norms_ahead(graph: ir.Graph) -> int:
+@at_each("BatchNormalization")
+def fold_norms_ahead(graph: ir.Graph, node: ir.Node) -> bool:
     """BatchNorm into the layer that alone reads it: `W(s⊙x + t) + b = (W s)x + (W t + b)`.
 
     Not into a convolution with padding: the zeros of its border stand for normalised values.
     """
-    changed = 0
-    for node in nodes_of(graph, "BatchNormalization"):
-        norm, output = _norm_of(node), node.outputs[0]
-        if norm is None or not is_inner(output):
-            continue
-        (reader,) = output.consumers()
-        layer = linear_of(reader.outputs[0])
-        if layer is None or layer.product is not reader or layer.data is not output or not layer.is_plain:
-            continue
-        if reader.op_type == "Conv":
-            padded = any(reader.attributes.get_ints("pads", ()))
-            fits = not padded and reader.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-        else:  # of a batch of matrices the second axis, along which the norm varies, is not that of the channels
-            fits = len(shape_of(output) or ()) == 2
-        # Of a MatMul the shift is added behind it.
-        if fits and (reader.op_type != "MatMul" or is_inner(reader.outputs[0])):
-            map_inputs(graph, layer, *norm)
-            replace(graph, node, source_of(node))
-            changed += 1
-    return changed
+    norm, output = _norm_of(node), node.outputs[0]
+    if norm is None or not is_inner(output):
+        return False
+    (reader,) = output.consumers()
+    layer = linear_of(reader.outputs[0])
+    if layer is None or layer.product is not reader or layer.data is not output or not layer.is_plain:
+        return False
+    if reader.op_type == "Conv":
+        padded = any(reader.attributes.get_ints("pads", ()))
+        fits = not padded and reader.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+    else:  # of a batch of matrices the second axis, along which the norm varies, is not that of the channels
+        fits = len(shape_of(output) or ()) == 2
+    # Of a MatMul the shift is added behind it.
+    if fits and (reader.op_type != "MatMul" or is_inner(reader.outputs[0])):
+        map_inputs(graph, layer, *norm)
+        replace(graph, node, source_of(node))
+        return True
+    return False
 
 
-def split_joint_projections(graph: ir.Graph) -> int:
+@at_each("Transpose")
+def split_joint_projections(graph: ir.Graph, node: ir.Node) -> bool:
     """One layer whose channels are then taken apart, as of queries, keys and values, becomes a layer for each part.
 
     (…, K) · (K, P·C) viewed as (…, P, C₁, C₂), other axes joined or not, and transposed so that P comes first, of which
     each reader takes one: a part needs no copy out of the joint result, and its factor and transposes can be folded on
     their own.
     """
-    changed = 0
-    for node in nodes_of(graph, "Transpose"):
-        view = producer_of(node.inputs[0], "Reshape")
-        perm = node.attributes.get_ints("perm", ())
-        layer = None if view is None else linear_of(view.inputs[0])
-        if view is None or layer is None or not perm or not is_inner(source_of(node)) or not is_inner(source_of(view)):
-            continue
-        # Of a Gemm or Conv the last axis of the weight is not, or need not be, that of the channels.
-        if layer.product.op_type != "MatMul" or (layer.bias is not None and layer.bias.size != layer.weight.shape[1]):
-            continue
-        joint, parted = shape_of(view.inputs[0]), reshape_target(view.outputs[0])
-        axis = perm[0]
-        if joint is None or parted is None or math.prod(parted[axis:]) != joint[-1]:
-            continue
-        parts = [_part_taken(usage.node) for usage in node.outputs[0].uses()]
-        if not is_free(node.outputs[0]) or not parts or any(part is None for part in parts):
-            continue
-        for index, last in [part for part in parts if part is not None]:
-            _replace_part(graph, layer, index, view.outputs[0], perm, last)
-        changed += 1
-    return changed
+    view = producer_of(node.inputs[0], "Reshape")
+    perm = node.attributes.get_ints("perm", ())
+    layer = None if view is None else linear_of(view.inputs[0])
+    if view is None or layer is None or not perm or not is_inner(source_of(node)) or not is_inner(source_of(view)):
+        return False
+    # Of a Gemm or Conv the last axis of the weight is not, or need not be, that of the channels.
+    if layer.product.op_type != "MatMul" or (layer.bias is not None and layer.bias.size != layer.weight.shape[1]):
+        return False
+    joint, parted = shape_of(view.inputs[0]), reshape_target(view.outputs[0])
+    axis = perm[0]
+    if joint is None or parted is None or math.prod(parted[axis:]) != joint[-1]:
+        return False
+    parts = [_part_taken(usage.node) for usage in node.outputs[0].uses()]
+    if not is_free(node.outputs[0]) or not parts or any(part is None for part in parts):
+        return False
+    for index, last in [part for part in parts if part is not None]:
+        _replace_part(graph, layer, index, view.outputs[0], perm, last)
+    return True
 
 
-def join_added_constants(graph: ir.Graph) -> int:
+@at_each("Add")
+def join_added_constants(graph: ir.Graph, node: ir.Node) -> bool:
     """`(x + a) + b = x + (a + b)` for constants a and b, also where a view lies between that splits the first axis.
 
     Position biases (H, N, N) and masks of windows (W, 1, N, N), where scores (B·W, H, N, N) are viewed as
     (B, W, H, N, N) for the mask.
     """
-    changed = 0
-    for node in nodes_of(graph, "Add"):
-        varying, second = operands(node)
-        if varying is None or second is None or not is_inner(varying):
-            continue
-        view = producer_of(varying, "Reshape")
-        inner = varying if view is None else source_of(view)
-        first_add = producer_of(inner, "Add")
-        if first_add is None or (view is not None and not is_inner(inner)):
-            continue
-        source, first = operands(first_add)
-        if source is None or first is None or shape_of(source) != shape_of(inner):
-            continue
-        if view is not None:
-            first = _behind_view(first, shape_of(inner), shape_of(varying))
-        if first is None or math.prod(np.broadcast_shapes(first.shape, second.shape)) > JOINED_LIMIT:
-            continue
-        if view is not None:
-            source = reshaped(graph, node, source, dims_of(varying))
-        both = constant(graph, node.outputs[0], first + second)
-        replace(graph, node, insert(graph, node, "Add", [source, both], dims_of(node.outputs[0])))
-        changed += 1
-    return changed
+    varying, second = operands(node)
+    if varying is None or second is None or not is_inner(varying):
+        return False
+    view = producer_of(varying, "Reshape")
+    inner = varying if view is None else source_of(view)
+    first_add = producer_of(inner, "Add")
+    if first_add is None or (view is not None and not is_inner(inner)):
+        return False
+    source, first = operands(first_add)
+    if source is None or first is None or shape_of(source) != shape_of(inner):
+        return False
+    if view is not None:
+        first = _behind_view(first, shape_of(inner), shape_of(varying))
+    if first is None or math.prod(np.broadcast_shapes(first.shape, second.shape)) > JOINED_LIMIT:
+        return False
+    if view is not None:
+        source = reshaped(graph, node, source, dims_of(varying))
+    both = constant(graph, node.outputs[0], first + second)
+    replace(graph, node, insert(graph, node, "Add", [source, both], dims_of(node.outputs[0])))
+    return True
 
 
-def linears_as_gemm(graph: ir.Graph) -> int:
+@at_each("Add")
+def linears_as_gemm(graph: ir.Graph, node: ir.Node) -> bool:
     """`x W + b` of (…, K) as one Gemm of all rows (·, K), with its bias inside, between two views."""
-    changed = 0
-    for node in nodes_of(graph, "Add"):
-        output = node.outputs[0]
-        layer = linear_of(output)
-        if layer is None or layer.bias is None or reshape_target(output) is None:
-            continue
-        shape = shape_of(layer.data)
-        weight = array_of(layer.product.inputs[1])
-        if shape is None or len(shape) < 3 or weight is None or layer.bias.shape != weight.shape[1:]:
-            continue
-        rows = reshaped(graph, node, layer.data, [None, len(weight)])
-        bias = constant(graph, output, layer.bias)
-        product = insert(graph, node, "Gemm", [rows, source_of(layer.product, 1), bias], [None, weight.shape[1]])
-        replace(graph, node, reshaped(graph, node, product, dims_of(output)))
-        changed += 1
-    return changed
+    output = node.outputs[0]
+    layer = linear_of(output)
+    if layer is None or layer.bias is None or reshape_target(output) is None:
+        return False
+    shape = shape_of(layer.data)
+    weight = array_of(layer.product.inputs[1])
+    if shape is None or len(shape) < 3 or weight is None or layer.bias.shape != weight.shape[1:]:
+        return False
+    rows = reshaped(graph, node, layer.data, [None, len(weight)])
+    bias = constant(graph, output, layer.bias)
+    product = insert(graph, node, "Gemm", [rows, source_of(layer.product, 1), bias], [None, weight.shape[1]])
+    replace(graph, node, reshaped(graph, node, product, dims_of(output)))
+    return True
 
 
 def _norm_of(node: ir.Node) -> tuple[Array, Array] | None:
