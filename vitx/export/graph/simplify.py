@@ -1,5 +1,6 @@
 """All folds of a traced graph, in turn, until none of them finds anything more."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +48,7 @@ FOLDS: tuple[Callable[[ir.Graph], int], ...] = (
 
 def simplify(model: Any) -> dict[str, int]:
     """Apply all folds to an onnx_ir.Model in place; return in how many places each of them applied."""
-    places = {fold.__name__: 0 for fold in FOLDS}
-    found = True
-    while found:
-        found = False
-        for fold in FOLDS:
-            count = fold(model.graph)
-            places[fold.__name__] += count
-            found = found or count > 0
-    return places
+    places = Counter({fold.__name__: 0 for fold in FOLDS})
+    while any((found := {fold.__name__: fold(model.graph) for fold in FOLDS}).values()):
+        places.update(found)
+    return dict(places)
