@@ -9,7 +9,7 @@ import typer
 
 from vitx.cli.options import Json, Quiet, from_records, require_effect
 from vitx.core.console import log, log_next, print_fields, print_json, print_table
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.parity.options import ParityOptions
 
 if TYPE_CHECKING:
@@ -86,8 +86,6 @@ def command(
 def _log_next(path: Path, *, quiet: bool) -> None:
     """The command that serves a bundle, or why none would: what passed here need not be what its certificate says."""
     from vitx.core.bundle import Bundle, read_manifest
-    from vitx.core.console import log, log_next
-    from vitx.core.errors import CheckFailed
 
     try:
         Bundle(path, read_manifest(path)).require_certificate()

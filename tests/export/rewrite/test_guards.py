@@ -137,7 +137,7 @@ def test_two_queries_pass_through_mixes_and_biases_over_heads() -> None:
 
 
 class OtherBlock(Block):
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
         return super().forward(x) + x.flip(1)  # reads all tokens
 
 
