@@ -411,3 +411,17 @@ def test_the_help_of_a_verb_waits_for_no_numbers_and_no_images() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGHUP, 7)])
+def test_a_signal_while_the_command_line_is_imported(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Ctrl-C leaves no traceback, and a reload that comes so early ends no server."""
+    text = "import sys, time\nprint('begun', flush=True)\nfor _ in range(100): time.sleep(0.01)\nsys.exit(7)\n"
+    (tmp_path / "typer.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(vitx.__file__).parents[1]}"}
+    command = [sys.executable, "-m", "vitx", "serve", "bundle"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as early:
+        assert early.stdout is not None
+        assert early.stdout.readline() == "begun\n"
+        early.send_signal(number)
+        assert (early.wait(), early.communicate()[1]) == (code, "")
