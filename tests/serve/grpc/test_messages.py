@@ -16,6 +16,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc import messages
 from vitx.serve.grpc.messages import MOST_FIELDS, MOST_NESTED, _fields, check_fields, encoding_of, message_class
+from vitx.serve.protocol.json_pixels import SMALL_BYTES
 
 FOLDER = Path(messages.__file__).parent
 NOT_TRITONS = ("Empty", "HealthCheckRequest", "HealthCheckResponse")
@@ -118,7 +119,7 @@ def test_numbers_that_are_sent_together_are_one_field() -> None:
         b"\x08\x01",
         b"\x08\xff\xff\xff\x01",
         b"\x12\x03abc",
-        b"\x12\x80\x01" + bytes(128),
+        b"\x3a\x80\x01" + bytes(128),
     ],
 )
 def test_fields_of_every_wire_type_are_counted(field: bytes) -> None:
@@ -132,7 +133,18 @@ def test_fields_of_every_wire_type_are_counted(field: bytes) -> None:
 def test_numbers_of_another_type_are_no_message() -> None:
     """Field 5 of an input's contents are uint64 numbers, together."""
     inner = b"\x2a\xa0\x1f" + b"\x08\x01" * 2000
-    assert _fields(b"\x2a\xa6\x1f" + b"\x2a\xa3\x1f" + inner) == (3, 4000)
+    assert _fields(b"\x2a\xa6\x1f" + b"\x2a\xa3\x1f" + inner) == (3, 4000, 0)
+
+
+def test_a_message_has_little_besides_its_tensors() -> None:
+    """As over HTTP; each reply has its request's id."""
+    fits = message(raw=1)
+    fits.id = "i" * (SMALL_BYTES - 9000)
+    check_fields(fits.SerializeToString())
+    fits.id += "i"
+    with pytest.raises(RequestError, match=f"^a message with {SMALL_BYTES + 1} bytes besides its tensors") as refused:
+        check_fields(fits.SerializeToString())
+    assert refused.value.status == 413
 
 
 @pytest.mark.parametrize(

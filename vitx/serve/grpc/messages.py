@@ -13,10 +13,12 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from vitx.serve.errors import too_large
+from vitx.serve.protocol.json_pixels import SMALL_BYTES
 
 MOST_FIELDS = 1024  # a request has some twenty
 MOST_NESTED = 2**20  # bytes in the inputs and outputs of a compressed message; pixels are in raw_input_contents
 _NESTED = (5, 6)  # the numbers of the fields whose own fields count: inputs and outputs, and an input's contents
+_RAW = 7  # raw_input_contents
 _POOL = descriptor_pool.DescriptorPool()
 for _file in descriptor_pb2.FileDescriptorSet.FromString((files(__package__) / "inference.desc").read_bytes()).file:
     _POOL.AddSerializedFile(_file.SerializeToString())
@@ -35,21 +37,27 @@ def encoding_of(data: bytes) -> str | None:
 
 
 def check_fields(data: bytes, *, compressed: bool = False) -> None:
-    """Raise RequestError 413 for more fields than MOST_FIELDS, or in what came compressed more bytes than MOST_NESTED.
+    """Raise RequestError 413 for more fields than MOST_FIELDS, or more bytes than MOST_NESTED in what came compressed.
 
-    What is no message the parser refuses.
+    Also for more than SMALL_BYTES besides the tensors: replies have a request's id. What is no message the parser
+    refuses.
     """
     if len(data) > 2 * MOST_FIELDS:
-        count, nested = _fields(data)
+        count, nested, others = _fields(data)
         if count > MOST_FIELDS:
             raise too_large(f"a message of more than {MOST_FIELDS} fields")
+        if others > SMALL_BYTES:
+            raise too_large(f"a message with {others} bytes besides its tensors: at most {SMALL_BYTES}")
         if compressed and nested > MOST_NESTED:
             raise too_large(f"a compressed message with {nested} bytes of numbers and names: at most {MOST_NESTED}")
 
 
-def _fields(data: bytes) -> tuple[int, int]:
-    """The number of fields, and the bytes in inputs and outputs; up to MOST_FIELDS, or where the message is broken."""
-    count, nested, waiting = 0, 0, [(0, len(data), 0)]
+def _fields(data: bytes) -> tuple[int, int, int]:
+    """The number of fields, and the bytes in inputs and outputs, and in what is neither these nor raw.
+
+    Up to MOST_FIELDS, or where the message is broken.
+    """
+    count, nested, others, waiting = 0, 0, 0, [(0, len(data), 0)]
     try:
         while waiting:
             place, end, depth = waiting.pop()
@@ -67,12 +75,14 @@ def _fields(data: bytes) -> tuple[int, int]:
                             waiting.append((place, min(place + size, end), depth + 1))
                         elif depth:
                             nested += min(size, end - place)
+                        elif tag >> 3 != _RAW:
+                            others += min(size, end - place)
                         place += size
                     case 5:
                         place += 4
     except IndexError:
         pass
-    return count, nested
+    return count, nested, others
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:

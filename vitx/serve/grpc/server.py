@@ -6,9 +6,10 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -37,6 +38,7 @@ _TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
 _WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
 _CODES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED"}
 _CODES |= {409: "ALREADY_EXISTS", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
+_PARENTS = WeakKeyDictionary["asyncio.Task[Any]", "asyncio.Task[Any]"]()  # what made a task, if a task did
 _InferRequest = message_class("ModelInferRequest")
 _StreamResponse = message_class("ModelStreamInferResponse")
 
@@ -53,6 +55,7 @@ class GrpcServer:
         self._calls = grpc_calls(core)
         self._streams: set[Replies] = set()
         self._in_flight = InFlight()  # streams included
+        asyncio.get_running_loop().set_task_factory(_child)
         options = [
             ("grpc.so_reuseport", int(shared)),  # on by default: two servers would silently share a port
             ("grpc.max_receive_message_length", core.limits.body_bytes),
@@ -99,19 +102,33 @@ class GrpcServer:
             if isinstance(request, bytes):
                 size, request = await self._reserved(parse, request)
             self._in_flight.enter()
+            whole = _this_task()  # of grpcio: it ends when the client has taken the reply
+            whole.add_done_callback(partial(self._budget.give, size))
+            whole.add_done_callback(lambda _: self._in_flight.leave())
             try:
-                return bytes((await self._counted(route, call, request, context)).SerializeToString())
+                reply = bytes((await self._counted(route, call, request, context)).SerializeToString())
             except RequestError as error:
                 # A circle with its frames is freed late, and grpcio makes one of `abort`: they have no message.
                 error.__traceback__ = request = None
                 await _abort(context, error)
                 raise  # not reached: `abort` raises
-            finally:
-                self._budget.give(size)
-                self._in_flight.leave()
+            timer = self._limit_writing(reply)
+            whole.add_done_callback(lambda _: timer.cancel())
+            return reply
 
         # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
         return grpc.stream_unary_rpc_method_handler(answer)
+
+    def _limit_writing(self, reply: bytes) -> asyncio.TimerHandle:
+        """Give the client of the present call its time to take the reply, then cut the call off."""
+        seconds = self._core.limits.write_seconds + len(reply) / self._core.limits.body_rate
+        return asyncio.get_running_loop().call_later(seconds, self._cut_unread, _this_task())
+
+    def _cut_unread(self, call: "asyncio.Task[Any]") -> None:
+        self._metrics.reject("slow_client")
+        for task in (call, _PARENTS.get(call)):  # a status would wait behind the reply: only both together reset it
+            if task is not None:
+                task.cancel()
 
     async def _message(self, context: Any) -> Any:
         """The message of a call, as bytes; else why there is none: a RequestError, or what ended the call."""
@@ -205,13 +222,11 @@ class GrpcServer:
         self._streams.add(replies)
         try:
             while (reply := await replies.get()) is not None:
-                data, limits = await reply, self._core.limits
-                async with asyncio.timeout(limits.write_seconds + len(data) / limits.body_rate):
-                    await context.write(data)
+                data = await reply
+                timer = self._limit_writing(data)
+                await context.write(data)
+                timer.cancel()
                 window.release()
-        except TimeoutError:
-            self._metrics.reject("slow_client")
-            raise asyncio.CancelledError from None  # gRPC resets the stream; a status would wait behind the reply
         finally:
             self._streams.discard(replies)
             reader.cancel()
@@ -246,6 +261,20 @@ class GrpcServer:
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
+
+
+def _this_task() -> "asyncio.Task[Any]":
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def _child(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":
+    """The event loop's factory of tasks. A call's own was made by one of grpcio's that waits for the client's end."""
+    task = asyncio.Task(work, loop=loop, **options)
+    if (parent := asyncio.current_task(loop)) is not None:
+        _PARENTS[task] = parent
+    return task
 
 
 def _tls(pem: Callable[[], Pem | None]) -> Any:
