@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -68,18 +69,34 @@ def is_http(url: str) -> bool:
 
 
 def http_opener(cafile: str | None = None) -> "OpenerDirector":
-    """urllib's, without redirects: a token is for the server that was named. `cafile`: trusted certificates, in PEM."""
+    """urllib's, without redirects: a token is for the server that was named. `cafile`: trusted certificates, in PEM.
+
+    The timeout that `open` is given is that of the whole reply: a socket's own is of each read, of a byte too.
+    """
     import ssl
+    from http.client import HTTPResponse
     from urllib import request
 
+    def received_in_time(connection: Any, **asked: Any) -> HTTPResponse:
+        reply, end = HTTPResponse(connection, **asked), time.monotonic() + connection.gettimeout()
+        received: Any = reply.fp.raw
+        read = received.readinto
+
+        def readinto(buffer: Any) -> Any:
+            connection.settimeout(max(0.001, end - time.monotonic()))
+            return read(buffer)
+
+        received.readinto = readinto
+        return reply
+
+    class InTime(request.HTTPSHandler, request.HTTPHandler):
+        def do_open(self, http_class: Any, req: Any, **given: Any) -> HTTPResponse:
+            timed: Any = type("Timed", (http_class,), {"response_class": staticmethod(received_in_time)})
+            return super().do_open(timed, req, **given)
+
     opener = request.OpenerDirector()
-    opener.add_handler(request.HTTPSHandler(context=ssl.create_default_context(cafile=cafile)))
-    for kind in (
-        request.ProxyHandler,
-        request.HTTPHandler,
-        request.HTTPDefaultErrorHandler,
-        request.HTTPErrorProcessor,
-    ):
+    opener.add_handler(InTime(context=ssl.create_default_context(cafile=cafile)))
+    for kind in (request.ProxyHandler, request.HTTPDefaultErrorHandler, request.HTTPErrorProcessor):
         opener.add_handler(kind())
     return opener
 

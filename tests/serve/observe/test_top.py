@@ -180,6 +180,26 @@ def test_an_answer_that_does_not_end(vitx: Vitx) -> None:
     assert (code, "its answer to /v1/stats does not end" in err) == (3, True)
 
 
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_answer_that_drips_has_an_end(begin: bytes, monkeypatch: pytest.MonkeyPatch, vitx: Vitx) -> None:
+    """In the status line, in a header, and in the body: each byte comes well within the time of one read."""
+    monkeypatch.setattr("vitx.serve.observe.top._TIMEOUT_SECONDS", 0.5)
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(begin)
+            for _ in range(400):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip)
+        code, _, err = vitx("top", f"127.0.0.1:{listener.getsockname()[1]}", "--once")
+        dripping.result()
+    assert (code, "nothing answers" in err, "(timed out)" in err) == (3, True, True)
+
+
 @contextmanager
 def answering(bodies: dict[str, bytes], location: str = "") -> Iterator[tuple[str, list[Message]]]:
     """(URL of a server with these answers by path, the heads it got); with `location` it points there."""
