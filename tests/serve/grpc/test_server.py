@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -289,6 +290,22 @@ def test_a_call_whose_reply_is_not_taken_is_reset_and_holds_up_no_drain(method: 
         assert 0 not in kinds  # DATA
         assert server.metric('vitx_rejections_total{reason="slow_client"}') == 1
         assert server.stop() == 0
+
+
+def test_connections_that_ask_for_nothing_are_closed(tiny_bundle: Bundle) -> None:
+    """Each takes an open file, which HTTP has none of then."""
+    program = "import vitx.serve.grpc.server as s; s._IDLE_SECONDS = 0.5; from vitx.cli import main; main()"
+    options = ("--grpc-port", "0", "--header-timeout", "0.5")
+    with running_server(tiny_bundle.path, *options, program=program) as server:
+        for sent in (b"", b"PRI", http2(b"")[:39]):  # the last is all that a connection begins with
+            with connected(grpc_address(server)) as idle:
+                idle.sendall(sent)
+                assert b"".join(iter(lambda: idle.recv(2**16), b""))[3] in (4, 7)  # SETTINGS or GOAWAY, and the end
+        client = triton.InferenceServerClient(grpc_address(server))
+        for _ in range(3):
+            assert outcome(client) == "OK"
+            time.sleep(0.6)  # its connection is closed then
+        client.close()
 
 
 def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path, tiny_bundle: Bundle) -> None:

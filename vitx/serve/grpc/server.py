@@ -30,6 +30,7 @@ Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no further
 _CALLS = 4096  # concurrent calls
 _MOST_INFLATED = 16 * 2**20  # bytes of a message that comes compressed: copying it holds up the event loop
+_IDLE_SECONDS = 75.0  # that a connection stays open without a call, as over HTTP
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
 _ENDED_SECONDS = 0.5  # from the end of what a client sends until gRPC would have said that the whole call has ended
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
@@ -38,7 +39,7 @@ _TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
 _WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
 _CODES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED"}
 _CODES |= {409: "ALREADY_EXISTS", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
-_PARENTS = WeakKeyDictionary["asyncio.Task[Any]", "asyncio.Task[Any]"]()  # what made a task, if a task did
+_PARENTS = WeakKeyDictionary["asyncio.Task[Any]", "asyncio.Task[Any]"]()  # of a task what made it, if one did
 _InferRequest = message_class("ModelInferRequest")
 _StreamResponse = message_class("ModelStreamInferResponse")
 
@@ -63,6 +64,8 @@ class GrpcServer:
             ("grpc.max_concurrent_streams", _CALLS),
             ("grpc.per_message_decompression", 0),  # gRPC's own knows no limit
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
+            ("grpc.max_connection_idle_ms", int(1e3 * _IDLE_SECONDS)),  # clients connect again by themselves
+            ("grpc.server_handshake_timeout_ms", int(1e3 * core.limits.header_seconds)),
         ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
         host = f"[{host}]" if ":" in host else host
@@ -97,38 +100,39 @@ class GrpcServer:
     def _unary(self, name: str, message: Any, call: Call) -> grpc.RpcMethodHandler:
         parse, route = message.FromString, f"grpc.{name}"
 
-        async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
+        async def answer(_: AsyncIterator[bytes], context: Any) -> None:
             size, request = 0, await self._message(context)
             if isinstance(request, bytes):
                 size, request = await self._reserved(parse, request)
             self._in_flight.enter()
-            whole = _this_task()  # of grpcio: it ends when the client has taken the reply
-            whole.add_done_callback(partial(self._budget.give, size))
-            whole.add_done_callback(lambda _: self._in_flight.leave())
             try:
-                reply = bytes((await self._counted(route, call, request, context)).SerializeToString())
+                reply = await self._counted(route, call, request, context)
+                await self._write(reply.SerializeToString(), context)
             except RequestError as error:
                 # A circle with its frames is freed late, and grpcio makes one of `abort`: they have no message.
                 error.__traceback__ = request = None
                 await _abort(context, error)
-                raise  # not reached: `abort` raises
-            timer = self._limit_writing(reply)
-            whole.add_done_callback(lambda _: timer.cancel())
-            return reply
+            finally:
+                self._budget.give(size)
+                self._in_flight.leave()
 
-        # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
-        return grpc.stream_unary_rpc_method_handler(answer)
+        # The same on the wire as a unary call; of one grpcio itself would wait for the message and for the reply to be
+        # taken, for ever.
+        return grpc.stream_stream_rpc_method_handler(answer)
 
-    def _limit_writing(self, reply: bytes) -> asyncio.TimerHandle:
-        """Give the client of the present call its time to take the reply, then cut the call off."""
+    async def _write(self, reply: bytes, context: Any) -> None:
+        """Send a reply; a call whose client does not take it in time is reset: a status would wait behind the reply."""
         seconds = self._core.limits.write_seconds + len(reply) / self._core.limits.body_rate
-        return asyncio.get_running_loop().call_later(seconds, self._cut_unread, _this_task())
+        timer = asyncio.get_running_loop().call_later(seconds, self._reset, asyncio.current_task())
+        try:
+            await context.write(reply)
+        finally:
+            timer.cancel()
 
-    def _cut_unread(self, call: "asyncio.Task[Any]") -> None:
+    def _reset(self, call: Any) -> None:
         self._metrics.reject("slow_client")
-        for task in (call, _PARENTS.get(call)):  # a status would wait behind the reply: only both together reset it
-            if task is not None:
-                task.cancel()
+        for task in (call, _PARENTS[call]):
+            task.cancel()
 
     async def _message(self, context: Any) -> Any:
         """The message of a call, as bytes; else why there is none: a RequestError, or what ended the call."""
@@ -222,10 +226,7 @@ class GrpcServer:
         self._streams.add(replies)
         try:
             while (reply := await replies.get()) is not None:
-                data = await reply
-                timer = self._limit_writing(data)
-                await context.write(data)
-                timer.cancel()
+                await self._write(await reply, context)
                 window.release()
         finally:
             self._streams.discard(replies)
@@ -261,12 +262,6 @@ class GrpcServer:
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
-
-
-def _this_task() -> "asyncio.Task[Any]":
-    task = asyncio.current_task()
-    assert task is not None
-    return task
 
 
 def _child(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":
