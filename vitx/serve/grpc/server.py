@@ -6,7 +6,7 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -264,7 +264,7 @@ class GrpcServer:
         return bytes(response.SerializeToString())
 
 
-def _child(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":
+def _child(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
     """The event loop's factory of tasks. A call's own was made by one of grpcio's that waits for the client's end."""
     task = asyncio.Task(work, loop=loop, **options)
     if (parent := asyncio.current_task(loop)) is not None:
