@@ -37,9 +37,9 @@ def encoding_of(data: bytes) -> str | None:
 
 
 def check_fields(data: bytes, *, compressed: bool = False) -> None:
-    """Raise RequestError 413 for more fields than MOST_FIELDS, or more bytes than MOST_NESTED in what came compressed.
+    """Raise RequestError 413 for more fields than MOST_FIELDS, or bytes than MOST_NESTED in what came compressed.
 
-    Also for more than SMALL_BYTES besides the tensors: replies have a request's id. What is no message the parser
+    Or for more than SMALL_BYTES beside the tensors: a reply repeats its request's id. What is no message the parser
     refuses.
     """
     if len(data) > 2 * MOST_FIELDS:
@@ -53,10 +53,7 @@ def check_fields(data: bytes, *, compressed: bool = False) -> None:
 
 
 def _fields(data: bytes) -> tuple[int, int, int]:
-    """The number of fields, and the bytes in inputs and outputs, and in what is neither these nor raw.
-
-    Up to MOST_FIELDS, or where the message is broken.
-    """
+    """Fields, and the bytes in inputs and outputs, and beside all tensors; up to MOST_FIELDS, or where it is broken."""
     count, nested, others, waiting = 0, 0, 0, [(0, len(data), 0)]
     try:
         while waiting:

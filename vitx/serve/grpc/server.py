@@ -116,8 +116,7 @@ class GrpcServer:
                 self._budget.give(size)
                 self._in_flight.leave()
 
-        # The same on the wire as a unary call; of one grpcio itself would wait for the message and for the reply to be
-        # taken, for ever.
+        # The same on the wire as a unary call, for whose message, and for who takes its reply, grpcio waits for ever.
         return grpc.stream_stream_rpc_method_handler(answer)
 
     async def _write(self, reply: bytes, context: Any) -> None:
