@@ -403,10 +403,9 @@ def test_doctor_names_the_extra_that_the_error_of_a_verb_names() -> None:
 
 
 def test_the_help_of_a_verb_waits_for_no_numbers_and_no_images() -> None:
-    """But for those of export and parity, whose precisions are a bundle's."""
     program = (
         "import sys; from vitx.cli import VERBS, _command; "
-        "[_command(verb) for verb in VERBS if verb not in ('export', 'parity')];"
+        "[_command(verb) for verb in VERBS];"
         "print(sorted({'numpy', 'PIL', 'torch', 'timm', 'onnx'} & sys.modules.keys()))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -35,17 +35,15 @@ from vitx.core.files import (
 )
 from vitx.core.latency import Latency, LatencyFile, machine_key
 from vitx.core.machine import describe_machine
+from vitx.core.options import OUTPUTS as OUTPUTS  # these four too; help texts import no bundle
+from vitx.core.options import Base as Base
+from vitx.core.options import OutputName as OutputName
+from vitx.core.options import Precision as Precision
 from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder, verify_digests
 from vitx.core.urls import open_store, without_password
 
-Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
-# What surrounds the products of an int8 or fp8 graph.
-Base = Literal["fp32", "fp16", "bf16"]
-# What a bundle may give beside logits (docs/maths.md §7), in the order in which it is listed.
-OutputName = Literal["embedding", "attention", "rollout"]
-OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -50,6 +50,13 @@ def option(
     extra: dict[str, Any] = {"flag": flag, "metavar": metavar, "text": text, "argument": argument}
     return Field(default, description=help, ge=ge, le=le, json_schema_extra=extra)
 
+
+Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# What surrounds the products of an int8 or fp8 graph.
+Base = Literal["fp32", "fp16", "bf16"]
+# What a bundle may give beside logits (docs/maths.md §7), in the order in which it is listed.
+OutputName = Literal["embedding", "attention", "rollout"]
+OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 
 # Options of several verbs.
 DEVICE_HELP = "Where to run; auto takes a GPU where there is one."

@@ -6,14 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from vitx.core.bundle import OUTPUTS, Base, Precision
 from vitx.core.errors import unknown_name
 from vitx.core.options import (
+    OUTPUTS,
+    Base,
     CheckpointOption,
     DataOption,
     DeviceOption,
     MaxFlipRate,
     Options,
+    Precision,
     comma_separated,
     option,
     parse_batch_sizes,

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from vitx.core.bundle import Precision
 from vitx.core.options import (
     CheckpointOption,
     DataOption,
     DeviceOption,
     MaxFlipRate,
     Options,
+    Precision,
     option,
     parse_batch_sizes,
 )
