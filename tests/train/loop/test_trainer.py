@@ -216,7 +216,7 @@ def test_the_bar_is_moved_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "progress", bar)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     trainer = bare("epochs=7", steps=5)
-    trainer.step_log = SimpleNamespace(note="loss 2")
+    trainer.step_log = SimpleNamespace(note="loss 2", begin_epoch=lambda: None)
     Steps(trainer)
     trainer._optimize(2, StopRequest())
     assert shown == [("epoch 2/7", 5, True), (1, "loss 2"), (4, "loss 2"), (5, "loss 2")]
