@@ -353,3 +353,24 @@ def test_a_load_goes_on_to_its_end_without_its_client() -> None:
 
     asyncio.run(abandoned())
     assert ended == ["loaded"]
+
+
+def test_tasks_that_make_one_another_are_not_kept() -> None:
+    """Each of pipelined HTTP requests makes the next."""
+    made = WeakSet[Any]()
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(_child)
+        last: asyncio.Future[int] = loop.create_future()
+
+        async def step(left: int) -> None:
+            if left:
+                made.add(loop.create_task(step(left - 1)))
+            else:
+                last.set_result(len(made))
+
+        loop.create_task(step(100))
+        return await last
+
+    assert asyncio.run(main()) < 5

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -39,7 +39,7 @@ _TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
 _WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
 _CODES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED"}
 _CODES |= {409: "ALREADY_EXISTS", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
-_PARENTS = WeakKeyDictionary["asyncio.Task[Any]", "asyncio.Task[Any]"]()  # of a task what made it, if one did
+_PARENTS = WeakKeyDictionary["asyncio.Task[Any]", "ref[asyncio.Task[Any]]"]()  # of a task what made it, if one did
 _InferRequest = message_class("ModelInferRequest")
 _StreamResponse = message_class("ModelStreamInferResponse")
 
@@ -130,8 +130,9 @@ class GrpcServer:
 
     def _reset(self, call: Any) -> None:
         self._metrics.reject("slow_client")
-        for task in (call, _PARENTS[call]):
-            task.cancel()
+        call.cancel()
+        if (parent := _PARENTS[call]()) is not None:
+            parent.cancel()
 
     async def _message(self, context: Any) -> Any:
         """The message of a call, as bytes; else why there is none: a RequestError, or what ended the call."""
@@ -267,7 +268,7 @@ def _child(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "async
     """The event loop's factory of tasks. A call's own was made by one of grpcio's that waits for the client's end."""
     task = asyncio.Task(work, loop=loop, **options)
     if (parent := asyncio.current_task(loop)) is not None:
-        _PARENTS[task] = parent
+        _PARENTS[task] = ref(parent)  # each pipelined HTTP request makes the next: they would all be kept
     return task
 
 
