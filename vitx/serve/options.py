@@ -31,6 +31,7 @@ class ServeOptions(Options):
         "repository": "Models",
         "host": "Network",
         "max_batch": "Batches",
+        "workers": "Processes and cache",
         "max_body_mib": "Limits",
         "token_file": "Access",
         "access_log": "Logs and traces",
@@ -54,12 +55,12 @@ class ServeOptions(Options):
     require_signature: shared.RequireSignature = None
     canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
-    port: int = option(8000, "0 takes any free port and prints it.", ge=0, le=65535)
+    port: int = option(8000, "Port of HTTP; 0 takes any free one, and prints it.", ge=0, le=65535)
     grpc_port: int | None = option(None, "Serve gRPC there too; Triton's is 8001, 0 any free port.", ge=0, le=65535)
     server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
     shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
     max_batch: int = option(32, "Images in a batch at most.", ge=1, le=shared.MAX_BATCH)
-    max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
+    max_delay_ms: float = option(2.0, "How long a request may wait for others to join its batch.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
     timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)
     instances: int | None = option(

@@ -176,32 +176,31 @@ class ParsedHeader(NamedTuple):
     def request(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview = b""
     ) -> InferRequest:
-        """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
-        return self.asked._replace(images=self._images(rest, contract, memory, data))
+        """The request whose JSON is followed by the bytes `rest`; `data` was cut out of it.
 
-    def _images(
-        self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview
-    ) -> UInt8Array:
-        """The input's pixels: from shared memory, from the bytes behind the JSON, or from the JSON."""
+        Its pixels are in shared memory, in these bytes, or in the JSON.
+        """
         if (region := self.region) is not None:
             if self.size is not None or "data" in self.tensor:
                 raise RequestError("the input is in shared memory, and has 'data' or 'binary_data_size' as well")
             expected_bytes(contract.input_name, region.byte_size, self.shape)
-            return _from_bytes(memory.read(region.name, region.offset, region.byte_size), self.shape, contract)
-        if self.size is not None:
+            pixels = _from_bytes(memory.read(region.name, region.offset, region.byte_size), self.shape, contract)
+        elif self.size is not None:
             if type(self.size) is not int or self.size < 0:
                 raise RequestError(f"'binary_data_size' is {quoted(self.size)}: expected a number of bytes")
             if "data" in self.tensor:
                 raise RequestError("the input has both 'data' and 'binary_data_size'")
             if self.size != len(rest):
                 raise RequestError(f"'binary_data_size' is {self.size}, but {len(rest)} bytes follow the JSON header")
-            return _from_bytes(rest, self.shape, contract)
-        if rest:
+            pixels = _from_bytes(rest, self.shape, contract)
+        elif rest:
             raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
-        if "data" not in self.tensor:
+        elif "data" not in self.tensor:
             raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
-        cut_out = self.tensor["data"] == CUT_OUT  # else another's was, or it is no array
-        return pixels_of(data if cut_out else b"", self.shape, contract.input_name)
+        else:
+            cut_out = self.tensor["data"] == CUT_OUT  # else another's was, or it is no array
+            pixels = pixels_of(data if cut_out else b"", self.shape, contract.input_name)
+        return self.asked._replace(images=pixels)
 
 
 def _requested_outputs(
