@@ -193,6 +193,16 @@ def test_a_worker_that_is_killed_before_all_are_warm_is_named(tiny_bundle: Bundl
     assert (process.returncode, out, err) == (1, "", told)
 
 
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_worker_that_ends_without_a_word_before_all_are_warm_is_named(tiny_bundle: Bundle, code: int) -> None:
+    """As a runtime's library may end it."""
+    worker = f"import os, vitx.serve.process.server as s; s.serve = lambda options: os._exit({code})"
+    command = [sys.executable, "-c", f"{worker}\nfrom vitx.cli import main; main()", "serve", str(tiny_bundle.path)]
+    ended = subprocess.run([*command, "--workers", "2", "--port", "0"], capture_output=True, text=True, timeout=HANG)
+    told = f"vitx: worker 0 ended with exit code {code} before every worker was warm\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code or 1, "", told)
+
+
 def test_sigterm_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
         end_under_load(server, signal.SIGTERM, lambda sent: http_client(server, sent), refused=None, clients=8)

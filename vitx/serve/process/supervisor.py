@@ -189,7 +189,7 @@ class _Supervisor:
             self.exit_code = self.exit_code or max(0, code)
             self._end_if_last()
         elif not self.announced:
-            if code < 0:
+            if code not in (1, 2, 3):  # with these it has said why
                 log(f"vitx: worker {worker.index} {_ended(code)} before every worker was warm")
             self.exit_code = code if code > 0 else 1
             self._drain()
