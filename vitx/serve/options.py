@@ -98,7 +98,7 @@ class ServeOptions(Options):
         (), "Name or address of this server, such as its proxy's, for Host and Origin; may be repeated.", metavar="NAME"
     )
     tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
-    tls_key: Path | None = option(None, "Its private key in PEM.")
+    tls_key: Path | None = option(None, "Private key of --tls-cert, in PEM.")
     tls_client_ca: Path | None = option(None, "Authorities in PEM: clients need a certificate signed by one of them.")
     access_log: str | None = option(None, "Write one JSON line a request to this file; '-' is standard output.")
     otlp_endpoint: str | None = option(None, "Send traces to this OpenTelemetry collector: http://HOST:4318.")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import grpc
 import numpy as np
@@ -23,6 +24,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
 from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.server import _child
 from vitx.serve.grpc.service import _answered
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -370,7 +372,7 @@ def test_tasks_that_make_one_another_are_not_kept() -> None:
             else:
                 last.set_result(len(made))
 
-        loop.create_task(step(100))
+        made.add(loop.create_task(step(100)))
         return await last
 
     assert asyncio.run(main()) < 5
