@@ -1,6 +1,6 @@
 """Similarity of every pair of layers: the matrix that three metrics give, and mean cosines accumulated over batches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitx.analyze.intervals import FEWEST, Measured, layer_intervals, of_images, percentiles, resampled_means
+from vitx.analyze.intervals import FEWEST, Interval, Measured, layer_intervals, of_images, percentiles, resampled_means
 from vitx.core.probabilities import Float64Array
 from vitx.models.similarity import inverse_norm
 
@@ -94,8 +94,10 @@ class MeanCosine:
         values = self.values()
         return {pair[1]: values[pair] for pair in pairwise(self.layers) if pair in values}
 
-    def result(self, record: type[MatrixT], **fields: Any) -> MatrixT:
-        """The matrix of means with its intervals and `fields`; None for two layers of different shapes."""
+    def result(
+        self, record: type[MatrixT], intervals: Mapping[str, dict[str, Interval]] | None = None, **fields: Any
+    ) -> MatrixT:
+        """The matrix of means with its intervals, others and `fields`; None for two layers of different shapes."""
         layers, values = self.layers, self.values()
         matrix = tuple(
             tuple(float(values[pair].mean()) if (pair := (first, second)) in values else None for second in layers)
@@ -106,7 +108,7 @@ class MeanCosine:
             columns=layers,
             matrix=matrix,
             widest=_widest([*values.values()]),
-            intervals={"neighbours": layer_intervals(self.neighbours())},
+            intervals={"neighbours": layer_intervals(self.neighbours()), **(intervals or {})},
             **fields,
         )
 
@@ -126,7 +128,9 @@ def _of_one_shape(tensors: dict[str, Tensor]) -> Iterable[list[str]]:
 
 
 def matrix_line(found: SimilarityMatrix) -> str:
-    value = found.matrix[0][-1]
-    return f"{found.layers[0]} to {found.columns[-1]}: {'not comparable' if value is None else f'{value:.3g}'}" + (
-        f"; every entry ± {found.widest:.2g} or less" if found.widest is not None else ""
-    )
+    value, widest = found.matrix[0][-1], found.widest
+    said = f"{found.layers[0]} to {found.columns[-1]}: {'not comparable' if value is None else f'{value:.3g}'}"
+    if widest is None:
+        return said
+    # Of images that are all alike entries vary by the rounding of float32 activations alone.
+    return f"{said}; {'no entry varies' if widest < 1e-6 else f'every entry ± {widest:.2g} or less'}"

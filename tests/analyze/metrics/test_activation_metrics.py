@@ -22,6 +22,7 @@ from vitx.analyze.metrics.lesions import lesion_study
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
 from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.metrics.variance import VarianceMetric
+from vitx.analyze.similarity_matrix import matrix_line
 from vitx.analyze.spectrum import fourier_log_amplitude
 from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
@@ -322,6 +323,15 @@ def test_the_maps_of_windows_count_as_their_mean_for_an_image() -> None:
     assert similar.repeated == {"layers.1.blocks.1.attn": 10}
     assert similar.widest is not None
     assert {len(values) for values in (*spread.per_image.values(), *similar.per_image.values())} == {10}
+
+
+def test_images_that_are_all_alike_have_no_entry_that_varies() -> None:
+    model = network("vit_tiny_patch16_224")
+    similarity = FeatureSimilarityMetric(model)
+    alike = DIGITS.subset(np.zeros(10, dtype=np.int64))
+    for batch in stream_activations(model, alike, Preprocessing(image_size=32), batch_size=5):
+        similarity.add(batch)
+    assert matrix_line(similarity.result()).endswith("; no entry varies")
 
 
 @pytest.mark.parametrize("name", ["mobilevit_xxs", "mobilevitv2_050", "nest_tiny_jx", "samvit_base_patch16_224"])

@@ -74,8 +74,9 @@ class AttentionCollapseMetric:
             raise NotApplicable(_ONE_QUERY if self._saw_maps else _NO_MAPS[self._maps])
         neighbours = self._similarity.neighbours()
         compared = f"{self._maps} maps, similarity to the layer before"
-        found = self._similarity.result(
+        return self._similarity.result(
             AttentionCollapse,
+            {"head_diversity": self._diversity.intervals()},
             maps=self._maps,
             images=len(next(iter(values.values()))),
             threshold=self._threshold,
@@ -84,8 +85,6 @@ class AttentionCollapseMetric:
             head_diversity=self._diversity.means(),
             per_image={compared: rounded(np.mean([*neighbours.values()], axis=0))} if neighbours else {},
         )
-        intervals = {**found.intervals, "head_diversity": self._diversity.intervals()}
-        return found.model_copy(update={"intervals": intervals})
 
 
 def draw_attention_collapse(results: Results) -> "Figure":
