@@ -26,8 +26,6 @@ from torch import nn
 from vitx.models.alternet import AttentionUnit, PreActivationUnit
 
 Kind = Literal["attention", "mlp", "convolution"]
-
-
 # Blocks that normalise what a branch gives: x + norm(branch(x)).
 _POST_NORM = (SwinTransformerV2Block, SwinTransformerV2CrBlock, ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
 # Blocks whose streams are not those of an image's tokens, or not of all: their units are known by what they remove.

@@ -258,13 +258,8 @@ def draw_confidence(results: Results) -> "Figure":
     for index, ((network, record), style) in enumerate(zip(records.items(), LINES, strict=False)):
         filled = [part for part in record.bins if part.count]
         values = [part.accuracy or 0.0 for part in filled]
-        curve = Curve(
-            values,
-            [
-                wilson_interval(round(value * part.count), part.count)
-                for value, part in zip(values, filled, strict=True)
-            ],
-        )
+        ends = [wilson_interval(round((part.accuracy or 0.0) * part.count), part.count) for part in filled]
+        curve = Curve(values, ends)
         label = f"{network}, ECE {100 * record.ece:.1f} %"
         draw_curve(axes, [part.confidence or 0.0 for part in filled], curve, label, style)
         width = 1 / len(record.bins) / len(records)

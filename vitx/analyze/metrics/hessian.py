@@ -7,12 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.analyze.curvature import (
-    LabelledBatch,
-    augmented_batches,
-    hessian_eigenvalues,
-    parameters_of,
-)
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian_eigenvalues, parameters_of
 from vitx.analyze.intervals import batch_interval, with_interval
 from vitx.analyze.lanczos import Eigenvalues
 from vitx.analyze.metric import Metric, MetricContext

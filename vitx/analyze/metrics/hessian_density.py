@@ -7,12 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.analyze.curvature import (
-    LabelledBatch,
-    augmented_batches,
-    hessian,
-    parameters_of,
-)
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian, parameters_of
 from vitx.analyze.lanczos import Density, lanczos_quadrature, smoothed_density
 from vitx.analyze.metric import Metric, MetricContext
 from vitx.core.errors import InputError

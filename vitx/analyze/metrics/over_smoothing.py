@@ -90,11 +90,8 @@ def draw_over_smoothing(results: Results) -> "Figure":
 
 
 def _over_smoothing_line(found: OverSmoothing) -> str:
-    parts = {"CosSim": found.cos_sim, "attention std": found.attention_std}
-    fields = {"CosSim": "cos_sim", "attention std": "attention_std"}
-    return ", ".join(
-        f"{name} {ends_text(layers, found.intervals[fields[name]])}" for name, layers in parts.items() if layers
-    )
+    parts = (("CosSim", "cos_sim", found.cos_sim), ("attention std", "attention_std", found.attention_std))
+    return ", ".join(f"{name} {ends_text(layers, found.intervals[field])}" for name, field, layers in parts if layers)
 
 
 OVER_SMOOTHING_METRIC = Metric(

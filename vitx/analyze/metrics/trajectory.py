@@ -55,8 +55,7 @@ def polar_trajectory(
         )
     radius: list[float] = []
     angle: list[float | None] = []
-    for number in range(len(states)):
-        state = states[number]
+    for state in states:
         length = _distance(first, state, chosen)
         radius.append(length / total)
         angle.append(_angle(first, state, last, chosen, length, total) if length else None)
