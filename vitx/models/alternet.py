@@ -256,12 +256,10 @@ class AlterNet(nn.Module):
         if global_pool not in (None, "avg"):
             raise InputError(f"global_pool '{global_pool}' of an AlterNet: only avg")
         self.num_classes = num_classes
-        reference = self.norm.weight
-        self.head = (
-            nn.Linear(self.num_features, num_classes, device=reference.device, dtype=reference.dtype)
-            if num_classes > 0
-            else nn.Identity()
-        )
+        self.head = nn.Identity()
+        if num_classes > 0:
+            like = self.norm.weight
+            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
 
     def no_weight_decay(self) -> set[str]:
         """Tables of relative positions, which are biases of attention scores."""

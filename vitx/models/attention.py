@@ -155,9 +155,8 @@ class HeadMixAttention(nn.Module):
         mixes = self.linear_mixes()
         assert mixes is not None
         # The factor belongs to the mixed maps: to weight and bias after softmax, not to those before it.
-        scaled = [None if part is None else self.value_scale * part.float() for part in mixes[:2]]
-        rest = [None if part is None else part.float() for part in mixes[2:]]
-        floats: list[Any] = [None if part is None else part.contiguous() for part in (*scaled, *rest)]
+        parts = zip(mixes, (self.value_scale, self.value_scale, 1.0, 1.0), strict=True)
+        floats: list[Any] = [None if part is None else (scale * part.float()).contiguous() for part, scale in parts]
         H, K, D = self.num_heads, self.head_dim, self.proj.in_features
         extra = padded_width(K) - K
         qkv: Tensor = self.qkv.weight

@@ -25,6 +25,8 @@ from vitx.models.alternet import AlterNet
 from vitx.models.vit import VisionTransformer
 
 default_cfgs: dict[str, Any] = {}
+# DeiT's pixels, of timm's pretrained configurations.
+IMAGENET: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "crop_pct": 0.875}
 
 
 def _cfg(image_size: int = 224, **kwargs: Any) -> dict[str, Any]:
@@ -81,15 +83,13 @@ def _register_deit() -> None:
                 for image_size in (224, 384, 512):
                     name = f"deit_{size}_{depth}{attention}" + ("" if image_size == 224 else f"_{image_size}")
                     defaults = {"embed_dim": width, "depth": depth, "num_heads": heads, "attention": kind}
-                    cfg = _cfg(
-                        image_size, mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875 if image_size == 224 else 1.0
-                    )
+                    cfg = _cfg(image_size, **IMAGENET | ({} if image_size == 224 else {"crop_pct": 1.0}))
                     what = f"DeiT-{size}, {depth} blocks, {kind} attention, {image_size} px."
                     _register(name, VisionTransformer, {**defaults, "img_size": image_size}, cfg, what)
 
 
 def _register_anti_oversmoothing() -> None:
-    cfg = _cfg(mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875)
+    cfg = _cfg(**IMAGENET)
     neutreno = {"embed_dim": 192, "depth": 12, "num_heads": 3, "attention": "neutreno"}
     what = "DeiT-tiny, 12 blocks, with NeuTRENO."
     _register("deit_tiny_neutreno_patch16_224", VisionTransformer, neutreno, cfg, what)
@@ -112,24 +112,21 @@ def _register_deepvit() -> None:
         defaults = {**common, "embed_dim": 384, "depth": depth}
         what = f"DeepViT, {depth} blocks of width 384, Re-Attention in all."
         _register(f"deepvit_{depth}b", VisionTransformer, {**defaults, "attention": "re-attention"}, _cfg(), what)
-        _register(
-            f"plainvit_{depth}b", VisionTransformer, defaults, _cfg(), f"The plain ViT of deepvit_{depth}b's size."
-        )
-    for name, defaults, re_attention in (("s", small, 5), ("l", large, 12)):
+        what = f"The plain ViT of deepvit_{depth}b's size."
+        _register(f"plainvit_{depth}b", VisionTransformer, defaults, _cfg(), what)
+    for name, defaults, last in (("s", small, 5), ("l", large, 12)):
         depth, width = defaults["depth"], defaults["embed_dim"]
-        what = (
-            f"DeepViT-{name.upper()}: CNN embedding, {depth} blocks × {width}, Re-Attention in the last {re_attention}"
-        )
-        attention = {"attention": _last_blocks(int(depth), re_attention)}
-        _register(f"deepvit_{name}", VisionTransformer, {**defaults, **attention}, _cfg(**conv), f"{what}.")
-        _register(
-            f"plainvit_{name}", VisionTransformer, defaults, _cfg(**conv), f"The plain ViT of deepvit_{name}'s size."
-        )
+        what = f"DeepViT-{name.upper()}: CNN embedding, {depth} blocks × {width}, Re-Attention in the last {last}."
+        attention = {"attention": _last_blocks(int(depth), last)}
+        _register(f"deepvit_{name}", VisionTransformer, {**defaults, **attention}, _cfg(**conv), what)
+        what = f"The plain ViT of deepvit_{name}'s size."
+        _register(f"plainvit_{name}", VisionTransformer, defaults, _cfg(**conv), what)
     at_384 = {**large, "attention": _last_blocks(32, 12), "img_size": 384}
     _register("deepvit_l_384", VisionTransformer, at_384, _cfg(384, crop_pct=1.0, **conv), "DeepViT-L at 384 px.")
 
 
 def _register_alternet() -> None:
+    cfg = _cfg(**IMAGENET, first_conv="stem.0", fixed_input_size=False, pool_size=(7, 7))
     for depth, unit, depths, attention_depths in (
         (18, "basic", (2, 2, 2, 2), (0, 1, 1, 1)),
         (34, "basic", (3, 4, 6, 4), (0, 1, 3, 2)),
@@ -138,20 +135,11 @@ def _register_alternet() -> None:
         (152, "bottleneck", (3, 8, 36, 4), (0, 1, 3, 2)),
     ):
         defaults = {"unit": unit, "depths": depths, "attention_depths": attention_depths}
-        cfg = _cfg(
-            mean=IMAGENET_MEAN,
-            std=IMAGENET_STD,
-            crop_pct=0.875,
-            first_conv="stem.0",
-            fixed_input_size=False,
-            pool_size=(7, 7),
-        )
         _register(f"alternet_{depth}", AlterNet, defaults, cfg, f"AlterNet-{depth} for ImageNet.")
         cifar = {**cfg, "input_size": (3, 32, 32), "num_classes": 100, "crop_pct": 1.0, "pool_size": (4, 4)}
         small = {**defaults, "stem": "cifar", "window_size": 4, "num_classes": 100}
-        _register(
-            f"alternet_{depth}_cifar", AlterNet, small, cifar, f"AlterNet-{depth} for CIFAR-100, 32 px, window 4."
-        )
+        what = f"AlterNet-{depth} for CIFAR-100, 32 px, window 4."
+        _register(f"alternet_{depth}_cifar", AlterNet, small, cifar, what)
 
 
 def _register_digits() -> None:

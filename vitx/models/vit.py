@@ -159,19 +159,18 @@ class Block(nn.Module):
         """`attn_mask` is what timm hands to all blocks: here no mask, but what NeuTRENO's blocks share."""
         if isinstance(attn_mask, Tensor) or is_causal:
             raise InputError("attention masks are not supported: images have none")
-        shared = (attn_mask,) if isinstance(self.attn, NeutrenoAttention) else ()
         s = self.residual_scale
         if s == 1.0:  # x is (B, N, D) throughout
-            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x), *shared)))
+            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x), attn_mask)))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         else:
             # LN(s·x; eps) = LN(x; eps/s²), so in effect each branch is multiplied by 1/s (docs/maths.md §3.3).
-            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x * s), *shared))) / s
+            x = x + self.drop_path1(self.ls1(self._attended(self.norm1(x * s), attn_mask))) / s
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
         return x
 
-    def _attended(self, x_BND: Tensor, *shared: FirstValues | None) -> Tensor:
-        out_BND: Tensor = self.attn(x_BND, *shared)
+    def _attended(self, x_BND: Tensor, shared: FirstValues | None) -> Tensor:
+        out_BND: Tensor = self.attn(x_BND, shared) if isinstance(self.attn, NeutrenoAttention) else self.attn(x_BND)
         if self.lamb1 is None or self.lamb2 is None:
             return out_BND
         return scale_frequencies(out_BND, self.lamb1, self.lamb2)

@@ -21,8 +21,6 @@ GROUP = "groups."
 KEEPS_LISTS = "kron"
 # What some optimizers count in a parameter group instead of in a parameter's state.
 GROUP_COUNTERS = ("step", "lookahead_step")
-
-
 # What each schedule of timm heeds among the arguments of `create_scheduler_v2`, beside `noise`. A run is one cycle:
 # with cycle_limit another would begin where the cool-down is.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {

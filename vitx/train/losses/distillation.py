@@ -107,18 +107,14 @@ def _timm_network(name: str, classes: int) -> nn.Module:
 
 def _check_outputs(teacher: Teacher, size: int, classes: int) -> None:
     """Run one black image through the teacher, so that a wrong size or number of classes shows before training."""
+    said = f"distillation.teacher '{teacher.settings.teacher}'"
     try:
         with torch.inference_mode():
             logits = teacher.network(torch.zeros(1, 3, size, size))
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"distillation.teacher '{teacher.settings.teacher}' does not take images of {size} px: {error}"
-        ) from None
+        raise InputError(f"{said} does not take images of {size} px: {error}") from None
     if logits.shape != (1, classes):
-        raise InputError(
-            f"distillation.teacher '{teacher.settings.teacher}' has {logits.shape[-1]} outputs, the data has {classes} "
-            "classes"
-        )
+        raise InputError(f"{said} has {logits.shape[-1]} outputs, the data has {classes} classes")
 
 
 def _list_classes(names: tuple[str, ...]) -> str:
