@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def serving(model: Model) -> Iterator[str]:
 
 def test_a_server_of_bundles_gets_pixels() -> None:
     model = Model()
-    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+    with serving(model) as url, RemoteSession(url, PREPROCESSING, 2) as session:
         logits = session.infer(IMAGES)
         assert session.describe() == {"runtime": "a server", "version": "1.2", "url": url}
         assert session.max_batch == 24
@@ -119,7 +120,7 @@ def test_a_server_of_normalised_images_gets_them_planar(datatype: str, close: fl
         ],
         config={},
     )
-    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+    with serving(model) as url, RemoteSession(url, PREPROCESSING, 2) as session:
         logits = session.infer(IMAGES)
         assert session.max_batch is None
     normalised = (IMAGES / 255.0 - PREPROCESSING.mean) / PREPROCESSING.std
@@ -130,14 +131,14 @@ def test_a_server_of_normalised_images_gets_them_planar(datatype: str, close: fl
 def test_planes_are_red_green_blue() -> None:
     """The sum and the largest number would be those of any order."""
     with serving(Model(inputs=[{"name": "x", "datatype": "FP32", "shape": [-1, 3, 4, 4]}])) as url:
-        sent = RemoteSession(url, PREPROCESSING)._tensor(IMAGES)
+        sent = RemoteSession(url, PREPROCESSING, 2)._tensor(IMAGES)
     assert sent.shape == (5, 3, 4, 4)
     assert sent[2, 1, 3, 0] == pytest.approx((IMAGES[2, 3, 0, 1] / 255 - 0.25) / 0.25)
 
 
 def test_the_token_goes_with_every_request_and_to_no_other_server() -> None:
     model = Model()
-    with serving(model) as url, RemoteSession(f"{url}/", PREPROCESSING, b"0123456789abcdef") as session:
+    with serving(model) as url, RemoteSession(f"{url}/", PREPROCESSING, 2, b"0123456789abcdef") as session:
         session.infer(IMAGES)
     paths = ["/v2", "/v2/models/m", "/v2/models/m/config", "/v2/models/m/infer"]
     assert [(path, token) for path, _, token in model.requests] == [(path, "Bearer 0123456789abcdef") for path in paths]
@@ -145,7 +146,7 @@ def test_the_token_goes_with_every_request_and_to_no_other_server() -> None:
     with serving(other) as elsewhere:
         moved = Model(instead={"/v2": (307, b"")}, headers={"Location": elsewhere})
         with serving(moved) as url, pytest.raises(InputError, match="answers 307"):
-            RemoteSession(url, PREPROCESSING, b"0123456789abcdef")
+            RemoteSession(url, PREPROCESSING, 2, b"0123456789abcdef")
     assert other.requests == []
 
 
@@ -163,7 +164,7 @@ def test_the_token_goes_with_every_request_and_to_no_other_server() -> None:
 )
 def test_other_urls_are_refused_before_anything_is_asked(url: str) -> None:
     with pytest.raises(InputError, match="is not the URL of a served model: expected http://HOST:PORT/v2/models/NAME"):
-        RemoteSession(url, PREPROCESSING)
+        RemoteSession(url, PREPROCESSING, 2)
 
 
 @pytest.mark.parametrize(
@@ -176,15 +177,16 @@ def test_other_urls_are_refused_before_anything_is_asked(url: str) -> None:
         ({"inputs": [{"name": "x", "datatype": "UINT8", "shape": [-1]}]}, "takes x UINT8 [-1]: "),
         ({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [-1, 4, 4, 3]}]}, "takes x BYTES "),
         ({"inputs": Model().inputs * 2}, "takes images UINT8 [-1, 4, 4, 3], images UINT8 [-1, 4, 4, 3]: "),
-        ({"outputs": []}, "gives nothing: expected logits, FP32 or FP16 [-1, classes]"),
+        ({"outputs": []}, "gives nothing: expected logits, FP32 or FP16 [-1, 2]"),
         ({"outputs": [{"name": "x", "datatype": "INT64", "shape": [-1, 2]}]}, "gives x INT64 [-1, 2]: "),
         ({"outputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]}, "gives x FP32 [-1]: "),
+        ({"outputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]}, "gives x FP32 [-1, 3]: expected logits, "),
         ({"outputs": Model().outputs * 2}, "gives scores FP32 [-1, 2], scores FP32 [-1, 2]: "),
     ],
 )
 def test_a_model_of_other_tensors_is_refused_with_what_it_has(tensors: dict[str, Any], words: str) -> None:
     with serving(Model(**tensors)) as url, pytest.raises(InputError) as caught:
-        RemoteSession(url, PREPROCESSING)
+        RemoteSession(url, PREPROCESSING, 2)
     assert f"{url} {words}" in str(caught.value)
 
 
@@ -194,6 +196,12 @@ def test_a_model_of_other_tensors_is_refused_with_what_it_has(tensors: dict[str,
         ("/v2", (200, b"<html>"), EnvironmentMissing, "/v2 speaks no Open Inference Protocol v2: b'<html>', in which "),
         ("/v2", (200, b"[]"), EnvironmentMissing, "speaks no Open Inference Protocol v2"),
         ("/v2/models/m", (404, b'{"error": "no m"}'), InputError, '/v2/models/m answers 404: {"error": "no m"}'),
+        (
+            "/v2/models/m/config",
+            (200, b'{"max_batch_size": -5}'),
+            EnvironmentMissing,
+            "should be greater than or equal",
+        ),
         ("/v2", (401, b""), InputError, "/v2 asks for a token, or another one: give it with --token-file"),
     ],
 )
@@ -201,13 +209,13 @@ def test_what_is_no_such_server_is_one_error(
     path: str, instead: tuple[int, bytes], error: type[Exception], words: str
 ) -> None:
     with serving(Model(instead={path: instead})) as url, pytest.raises(error) as caught:
-        RemoteSession(url, PREPROCESSING)
+        RemoteSession(url, PREPROCESSING, 2)
     assert words in str(caught.value)
 
 
 def test_a_server_without_configurations_takes_any_batch() -> None:
     with serving(Model(instead={"/v2/models/m/config": (404, b"")})) as url:
-        assert RemoteSession(url, PREPROCESSING).max_batch is None
+        assert RemoteSession(url, PREPROCESSING, 2).max_batch is None
 
 
 def reply(shape: list[int], binary: bytes, **changed: object) -> tuple[int, bytes]:
@@ -220,19 +228,25 @@ def reply(shape: list[int], binary: bytes, **changed: object) -> tuple[int, byte
     ("instead", "words"),
     [
         ((400, b'{"error": "batch-size must be <= 4"}'), '/infer answers 400: {"error": "batch-size must be <= 4"}'),
-        (reply([5, 2], b""), "has no logits for 5 images (cannot reshape"),
-        (reply([5, 2], b"", data=[0.0] * 9), "has no logits for 5 images (cannot reshape"),
-        (reply([5, 2], b"", data=[[0.0, 1.0], [2.0]]), "has no logits for 5 images (setting an array"),
-        (reply([5, 2], b"", data={"a": 1}), "has no logits for 5 images (float() argument"),
-        (reply([5, 2], b"", data=["a"] * 10), "has no logits for 5 images (could not convert string to float"),
-        ((200, b"{}"), "has no logits for 5 images"),
-        ((200, b'{"outputs": []}'), "has no logits for 5 images"),
-        (reply([5, 2], b"", datatype="INT32"), "has no logits for 5 images ('INT32')"),
+        (reply([5, 2], b""), "has no logits of 2 classes for 5 images (cannot reshape"),
+        (reply([5, 2], b"", data=[0.0] * 9), "has no logits of 2 classes for 5 images (cannot reshape"),
+        (reply([5, 2], b"", data=[[0.0, 1.0], [2.0]]), "has no logits of 2 classes for 5 images (setting an array"),
+        (reply([5, 2], b"", data={"a": 1}), "has no logits of 2 classes for 5 images (float() argument"),
+        (
+            reply([5, 2], b"", data=["a"] * 10),
+            "has no logits of 2 classes for 5 images (could not convert string to float",
+        ),
+        (reply([5, 2], b"", data=[10**400] * 10), "has no logits of 2 classes for 5 images (int too large"),
+        (reply([5, 3], b"", data=[0.0] * 15), "has no logits of 2 classes for 5 images (it is x FP32 [5, 3])"),
+        ((200, b"\x1f\x8b"), "has no logits of 2 classes for 5 images (Invalid JSON"),
+        ((200, b"{}"), "has no logits of 2 classes for 5 images (Field required)"),
+        ((200, b'{"outputs": []}'), "has no logits of 2 classes for 5 images"),
+        (reply([5, 2], b"", datatype="INT32"), "has no logits of 2 classes for 5 images ('INT32')"),
     ],
 )
 def test_an_answer_without_logits_is_one_error(instead: tuple[int, bytes], words: str) -> None:
     model = Model(instead={"/v2/models/m/infer": instead})
-    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session, pytest.raises(CheckFailed) as caught:
+    with serving(model) as url, RemoteSession(url, PREPROCESSING, 2) as session, pytest.raises(CheckFailed) as caught:
         session.infer(IMAGES)
     assert words in str(caught.value)
 
@@ -240,38 +254,77 @@ def test_an_answer_without_logits_is_one_error(instead: tuple[int, bytes], words
 @pytest.mark.parametrize("data", [[*range(10)], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]])
 def test_an_answer_in_json_is_read(data: list[Any]) -> None:
     with serving(Model(instead={"/v2/models/m/infer": reply([5, 2], b"", data=data)})) as url:
-        assert RemoteSession(url, PREPROCESSING).infer(IMAGES).tolist() == np.arange(10.0).reshape(5, 2).tolist()
+        assert RemoteSession(url, PREPROCESSING, 2).infer(IMAGES).tolist() == np.arange(10.0).reshape(5, 2).tolist()
 
 
 @pytest.mark.parametrize("shape", [[2, 5], [10], [5, 2, 1], [5, 3]])
 def test_logits_of_another_shape_are_refused(shape: list[int]) -> None:
     """[5, 2] are asked for; ten numbers come, and are not taken for what they do not say they are."""
     model = Model()
-    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+    with serving(model) as url, RemoteSession(url, PREPROCESSING, 2) as session:
         numbers = np.arange(10, dtype=np.float32).tobytes()
         status, text = reply(shape, b"")
         model.answer = lambda path, body, length: (status, text + numbers, len(text))  # type: ignore[method-assign]
-        with pytest.raises(CheckFailed, match="has no logits for 5 images"):
+        with pytest.raises(CheckFailed, match="has no logits of 2 classes for 5 images"):
             session.infer(IMAGES)
 
 
 def test_a_server_that_is_gone_is_one_error() -> None:
     with serving(Model()) as url:
-        session = RemoteSession(url, PREPROCESSING)
+        session = RemoteSession(url, PREPROCESSING, 2)
     with (
         session,
-        pytest.raises(EnvironmentMissing, match=r"answers at http://.*/infer: \[Errno 111\] Connection refused"),
+        pytest.raises(
+            EnvironmentMissing, match=r"no whole HTTP answer from http://.*/infer: \[Errno 111\] Connection refused"
+        ),
     ):
         session.infer(IMAGES)
 
 
+@pytest.mark.parametrize(
+    ("status", "head", "begun", "words"),
+    [
+        (200, "Content-Length: 500", b"x" * 80, "IncompleteRead(80 bytes read, 420 more expected)"),
+        (200, "Transfer-Encoding: chunked", b"7\r\nxx", "IncompleteRead"),
+        (500, "Transfer-Encoding: chunked", b"7\r\nxx", "IncompleteRead"),
+        (200, "Inference-Header-Content-Length: many", b"", "invalid literal for int"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_one_error(status: int, head: str, begun: bytes, words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(f"HTTP/1.1 {status} X\r\n{head}\r\n\r\n".encode() + begun)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v2/models/m"
+        with pytest.raises(EnvironmentMissing, match=f"^no whole HTTP answer from {url[:-9]}: ") as caught:
+            RemoteSession(url, PREPROCESSING, 2)
+        thread.join()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["my m", "é", "100%25", "m\n"])
+def test_any_name_is_asked_for(name: str) -> None:
+    model = Model()
+    known = model.answer("/v2", b"", 0)
+    model.answer = lambda path, *_: known if path == "/v2" else (404, b"", 0)  # type: ignore[method-assign]
+    with serving(model) as url, pytest.raises(InputError, match="answers 404"):
+        RemoteSession(f"{url[:-1]}{name}", PREPROCESSING, 2)
+    assert [path for path, _, _ in model.requests] == ["/v2", f"/v2/models/{quote(name, safe='%')}"]
+
+
 def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    with serving(model) as url, RemoteSession(url, PREPROCESSING) as session:
+    with serving(model) as url, RemoteSession(url, PREPROCESSING, 2) as session:
         _, text, _ = model.answer("/v2", b"", 0)
         model.instead["/v2/models/m/infer"] = 200, text
         monkeypatch.setattr(remote, "_MOST_BYTES", len(text))
-        with pytest.raises(CheckFailed, match="has no logits for 5 images"):
+        with pytest.raises(CheckFailed, match="has no logits of 2 classes for 5 images"):
             session.infer(IMAGES)
         monkeypatch.setattr(remote, "_MOST_BYTES", len(text) - 1)
         with pytest.raises(CheckFailed, match=f"/infer is longer than {len(text) - 1} bytes"):
@@ -283,4 +336,4 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v2/models/m"
         with pytest.raises(EnvironmentMissing, match=r"/v2: timed out"):
-            RemoteSession(url, PREPROCESSING)
+            RemoteSession(url, PREPROCESSING, 2)

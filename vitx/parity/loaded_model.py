@@ -83,7 +83,7 @@ def open_served(url: str, reference: LoadedModel, precision: Precision, token: b
     """
     return LoadedModel(
         name=url,
-        session=RemoteSession(url, reference.preprocessing, token),
+        session=RemoteSession(url, reference.preprocessing, len(reference.labels), token),
         preprocessing=reference.preprocessing,
         labels=reference.labels,
         data=reference.data,

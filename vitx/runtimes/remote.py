@@ -7,16 +7,17 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any, TypeVar
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError, first_line
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.urls import http_opener, is_http, without_password
 from vitx.runtimes.session import LOGITS, Float32Array, Session, check_images
@@ -46,7 +47,7 @@ class _Model(BaseModel):
 
 
 class _Config(BaseModel):
-    max_batch_size: int = 0
+    max_batch_size: NonNegativeInt = 0
 
 
 class _Output(_Tensor):
@@ -64,12 +65,12 @@ class RemoteSession(Session):
     """The model at a URL such as http://127.0.0.1:8000/v2/models/vit, of Triton, KServe or `vitx serve`.
 
     It takes images as a bundle does, uint8 (N, S, S, 3), or FP32 or FP16 (N, 3, S, S), for which they are normalised
-    here. Its logits (N, C), FP32 or FP16, are its only output, or the one called "logits".
+    here. Its logits (N, classes), FP32 or FP16, are its only output, or the one called "logits".
     """
 
     artefacts = ()
 
-    def __init__(self, url: str, preprocessing: Preprocessing, token: bytes | None = None) -> None:
+    def __init__(self, url: str, preprocessing: Preprocessing, classes: int, token: bytes | None = None) -> None:
         """`token`: the bearer token that the server asks for, if any.
 
         Raises InputError for the URL of no model and for a model of other tensors, EnvironmentMissing where nothing
@@ -80,7 +81,7 @@ class RemoteSession(Session):
         if address is None or not is_http(url):
             expected = "expected http://HOST:PORT/v2/models/NAME, or …/NAME/versions/N"
             raise InputError(f"'{without_password(url)}' is not the URL of a served model: {expected}")
-        self.url, self._preprocessing = url.rstrip("/"), preprocessing
+        self.url, self._preprocessing, self._classes = url.rstrip("/"), preprocessing, classes
         self._opener, self._token = http_opener(), token
         self._server = self._read(_Server, f"{address[1]}/v2")
         model = self._read(_Model, self.url)
@@ -104,11 +105,13 @@ class RemoteSession(Session):
         try:
             (output,) = _Reply.model_validate_json(reply[:length]).outputs
             binary = np.frombuffer(reply[length:], _DTYPES[output.datatype])
-            logits = np.asarray(binary if output.data is None else output.data, np.float32).reshape(output.shape)
-            if logits.shape[:1] != (len(images),) or logits.ndim != 2:
+            with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+                logits = np.asarray(binary if output.data is None else output.data, np.float32).reshape(output.shape)
+            if logits.shape != (len(images), self._classes):
                 raise ValueError(f"it is {output}")
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"no logits for {len(images)} images ({first_line(error)})"
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else first_line(error)
+            what = f"no logits of {self._classes} classes for {len(images)} images ({why})"
             raise CheckFailed(f"the answer of {self.url} has {what}") from None
         return logits
 
@@ -137,9 +140,10 @@ class RemoteSession(Session):
     def _logits_tensor(self, model: _Model) -> _Tensor:
         """Its output, if that can be logits."""
         found = [each for each in model.outputs if len(model.outputs) == 1 or each.name == LOGITS]
-        if not found or found[0].datatype not in ("FP32", "FP16") or len(found[0].shape) != 2:
+        numbers = (*found[0].shape, found[0].datatype) if found else ()
+        if len(numbers) != 3 or numbers[1] not in (-1, self._classes) or numbers[2] not in _DTYPES:
             gives = ", ".join(map(str, model.outputs)) or "nothing"
-            raise InputError(f"{self.url} gives {gives}: expected logits, FP32 or FP16 [-1, classes]")
+            raise InputError(f"{self.url} gives {gives}: expected logits, FP32 or FP16 [-1, {self._classes}]")
         return found[0]
 
     def _read(self, kind: type[_ModelT], url: str) -> _ModelT:
@@ -157,17 +161,23 @@ class RemoteSession(Session):
         """The reply to a GET, or to a POST of `body`, and how many bytes of it are JSON."""
         bearer = {"Authorization": f"Bearer {self._token.decode()}"} if self._token else {}
         try:
-            request = Request(url, body, {**headers, **bearer})
-            with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-                if len(reply := bytes(answer.read(_MOST_BYTES + 1))) > _MOST_BYTES:
-                    raise CheckFailed(f"the answer of {url} is longer than {_MOST_BYTES} bytes")
-                return reply, int(answer.headers.get(_JSON_LENGTH, len(reply)))
-        except HTTPError as error:
-            with error:
-                words = error.read(1000).decode(errors="replace").strip()
-            if error.code in (401, 403):
-                raise InputError(f"{url} asks for a token, or another one: give it with --token-file") from None
-            raise CheckFailed(f"{url} answers {error.code}: {words:.300}") from None
+            # Names may have spaces, or letters of any script; what is percent-encoded already stays.
+            request = Request(quote(url, safe="%:/?#[]@!$&'()*+,;="), body, {**headers, **bearer})
+            try:
+                with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+                    if len(reply := bytes(answer.read(_MOST_BYTES + 1))) > _MOST_BYTES:
+                        raise CheckFailed(f"the answer of {url} is longer than {_MOST_BYTES} bytes")
+                    if answer.length:  # bytes that its head announces, and that did not come
+                        raise IncompleteRead(reply, answer.length)
+                    return reply, int(answer.headers.get(_JSON_LENGTH, len(reply)))
+            except HTTPError as error:
+                with error:
+                    words = error.read(1000).decode(errors="replace").strip()
+                if error.code in (401, 403):
+                    raise InputError(f"{url} asks for a token, or another one: give it with --token-file") from None
+                raise CheckFailed(f"{url} answers {error.code}: {words:.300}") from None
+        except VitxError:  # which may be a ValueError too
+            raise
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise EnvironmentMissing(f"nothing that speaks HTTP answers at {url}: {reason}") from None
+            raise EnvironmentMissing(f"no whole HTTP answer from {url}: {reason}") from None
