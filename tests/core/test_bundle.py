@@ -51,6 +51,25 @@ def test_every_file_of_the_manifest_is_verified(bundle: Bundle) -> None:
         Bundle.open(bundle.path)
 
 
+def test_a_manifest_with_another_digest_is_named_not_the_file(bundle: Bundle) -> None:
+    """The certificate says which of the two changed."""
+    certified = certificate(subject=bundle.subject())
+    write_json(bundle.path / CERTIFICATE, certified)
+    manifest, digest = (bundle.path / MANIFEST).read_text(), bundle.manifest.files[MODEL].sha256
+    (bundle.path / MANIFEST).write_text(manifest.replace(digest, digest[:-1] + ("0" if digest[-1] != "0" else "1")))
+    with pytest.raises(InputError) as caught:
+        Bundle.open(bundle.path)
+    which = "its sha256 of model.onnx is neither the certificate's nor the file's"
+    assert str(caught.value) == f"{bundle.path / MANIFEST} is corrupt: {which}"
+    (bundle.path / CERTIFICATE).write_text("{}")  # which says nothing
+    with pytest.raises(InputError, match=r"model\.onnx is corrupt: sha256"):
+        Bundle.open(bundle.path)
+    write_json(bundle.path / CERTIFICATE, certified)
+    bundle.model_path.write_bytes(b"another graph")
+    with pytest.raises(InputError, match=r"model\.onnx is corrupt: sha256"):
+        Bundle.open(bundle.path)
+
+
 def test_a_graph_with_weights_in_another_file_is_refused(bundle: Bundle) -> None:
     """A runtime would read that file whatever it is: here one that no manifest lists and no signature covers."""
     graph = onnx.load(bundle.model_path)

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError
 from vitx.core.files import (
     Record,
     cache_folder,
@@ -187,7 +187,7 @@ class Bundle:
             )
             raise InputError(f"'{path}' is not a bundle: {why}")
         manifest = read_manifest(folder)
-        verify_digests(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
+        _verify_files(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
         for name, entry in manifest.files.items():
             if (found := (folder / name).stat().st_size) != entry.size:
                 raise InputError(f"{folder / name} has {found} bytes: {MANIFEST} says {entry.size}, export it again")
@@ -295,6 +295,21 @@ class Bundle:
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
         return require_seal(self.path / CERTIFICATE, certificate, remedy="run `vitx parity RUN BUNDLE` again")
+
+
+def _verify_files(folder: Path, digests: dict[str, str]) -> None:
+    """Raise InputError naming what changed: a file, or the manifest, where the certificate has the digests of files."""
+    try:
+        verify_digests(folder, digests)
+    except InputError:
+        certified: dict[str, str] = {}
+        with suppress(VitxError):  # there may be none, or one that cannot be read
+            certified = read_record(folder / CERTIFICATE, Certificate).subject
+        wrong = [name for name, digest in digests.items() if certified.get(name, digest) != digest]
+        if wrong and all((folder / name).is_file() and sha256_file(folder / name) == certified[name] for name in wrong):
+            which = f"its sha256 of {', '.join(wrong)} is neither the certificate's nor the file's"
+            raise InputError(f"{folder / MANIFEST} is corrupt: {which}") from None
+        raise
 
 
 def _require_no_external_data(graph: Path) -> None:
