@@ -277,4 +277,4 @@ def test_parity_command_on_digits_names_the_class_that_differs(
 ) -> None:
     code, _, err = vitx("parity", tiny_run.path, uncertified_bundle.path, "--data", "digits")
     assert code == 2
-    assert "'digits' has 10 classes, the bundle has 4" in err
+    assert "'digits' has 10 classes, the model has 4" in err

@@ -137,7 +137,7 @@ def test_table_of_the_command(tiny_bundle: Bundle, vitx: Vitx) -> None:
 def test_data_with_other_classes_is_refused(tiny_bundle: Bundle, vitx: Vitx) -> None:
     code, _, err = vitx("eval", tiny_bundle.path, "--data", "digits")
     assert code == 2
-    assert err == "error: 'digits' has 10 classes, the bundle has 4\n"
+    assert err == "error: 'digits' has 10 classes, the model has 4\n"
 
 
 def test_data_that_is_not_there_is_refused(tiny_bundle: Bundle, vitx: Vitx) -> None:

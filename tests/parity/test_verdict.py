@@ -173,9 +173,9 @@ def test_labels_must_be_the_images_classes_in_their_order() -> None:
     with pytest.raises(InputError) as caught:
         check_labels(images, ["cat", "dog", "cow"])
     assert str(caught.value) == (
-        "class 1 is 'cow' in 'pets' and 'dog' in the bundle: give the data the model was trained on"
+        "class 1 is 'cow' in 'pets' and 'dog' in the model: give the data it was trained on"
     )
     for labels in (["cat", "cow"], ["cat", "cow", "dog", "eel"]):
         with pytest.raises(InputError) as caught:
             check_labels(images, labels)
-        assert str(caught.value) == f"'pets' has 3 classes, the bundle has {len(labels)}"
+        assert str(caught.value) == f"'pets' has 3 classes, the model has {len(labels)}"

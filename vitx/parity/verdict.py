@@ -102,13 +102,13 @@ def check_rate(max_flip_rate: float) -> None:
 
 
 def check_labels(images: ImageSet, labels: Sequence[str]) -> None:
-    """Raise InputError unless the image set has exactly the bundle's classes in its order."""
+    """Raise InputError unless the image set has exactly these classes, a run's or a bundle's, in their order."""
     if tuple(images.class_names) == tuple(labels):
         return
     if len(images.class_names) != len(labels):
-        raise InputError(f"'{images.name}' has {len(images.class_names)} classes, the bundle has {len(labels)}")
+        raise InputError(f"'{images.name}' has {len(images.class_names)} classes, the model has {len(labels)}")
     index = next(i for i, name in enumerate(images.class_names) if name != labels[i])
     raise InputError(
-        f"class {index} is '{images.class_names[index]}' in '{images.name}' and '{labels[index]}' in the bundle: "
-        "give the data the model was trained on"
+        f"class {index} is '{images.class_names[index]}' in '{images.name}' and '{labels[index]}' in the model: "
+        "give the data it was trained on"
     )
