@@ -261,13 +261,13 @@ def repair(
 
 @dataclass
 class _ErrorSums:
-    """Sums over batches of a layer's squared error and squared norm, and the mean CosSim of its patch tokens."""
+    """Sums over batches of a layer's squared error and squared norm, and of its images' CosSim of patch tokens."""
 
     squared_error: float = 0.0
     squared_own: float | None = None
     squared_norm: float = 0.0
     images: int = 0
-    similarity: tuple[float, float] | None = None
+    similarity: Tensor | None = None  # (2,): of the network and of the graph
 
     @property
     def error(self) -> float:
@@ -283,13 +283,9 @@ class _ErrorSums:
         self.squared_error += _squared(found.double() - kept)
         self.squared_norm += _squared(kept.double())
         if prefix_tokens is not None and found.ndim == 3 and found.shape[1] > prefix_tokens + 1:
-            new = [float(token_similarity(tokens[:, prefix_tokens:])) for tokens in (expected, found)]
-            old, count = self.similarity or (0.0, 0.0), len(found)
-            total = self.images + count
-            self.similarity = (
-                (old[0] * self.images + new[0] * count) / total,
-                (old[1] * self.images + new[1] * count) / total,
-            )
+            means = [float(token_similarity(tokens[:, prefix_tokens:])) for tokens in (expected, found)]
+            total = len(found) * torch.tensor(means, dtype=torch.float64)
+            self.similarity = total if self.similarity is None else self.similarity + total
         self.images += len(found)
 
     def add_own(self, exact: Tensor | None, found: Tensor) -> None:
@@ -298,7 +294,7 @@ class _ErrorSums:
             self.squared_own = (self.squared_own or 0.0) + _squared(found.double() - exact[:, : found.shape[1]])
 
     def result(self, name: str) -> LayerError:
-        reference, candidate = self.similarity or (None, None)
+        reference, candidate = (None, None) if self.similarity is None else (self.similarity / self.images).tolist()
         own = None if self.squared_own is None else _ratio(self.squared_own, self.squared_norm)
         return LayerError(name, self.error, own, reference, candidate)
 

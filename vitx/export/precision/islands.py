@@ -77,10 +77,9 @@ def added_error_by_node(half: HalfGraph, islands: list[str], images: UInt8Array)
     float32, or everything after them would be NaN.
     """
     flow = half.flow
-    tensors = [name for node in flow.nodes for name in node.output if flow.is_float(name) and name not in flow.outputs]
     twin = cpu_twin(half.build(islands))
-    made = {name for node in twin.graph.node for name in node.output}
-    tensors = [name for name in tensors if name in made]
+    made = {name for node in twin.graph.node for name in node.output}.difference(flow.outputs)
+    tensors = [name for node in flow.nodes for name in node.output if flow.is_float(name) and name in made]
     # Sums of squares over all images, from which each tensor's norms are taken at the end.
     error, size = dict.fromkeys(tensors, 0.0), dict.fromkeys(tensors, 0.0)
     exact_graph = flow.assemble(flow.nodes)
