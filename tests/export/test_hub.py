@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bundle_fixture import write_bundle
@@ -17,6 +18,7 @@ from vitx.core.run import ModelSpec
 from vitx.export import SourceRequest, hub
 from vitx.export.hub import check_hub_folder, write_hub_folder
 from vitx.export.hub_card import TimmForm
+from vitx.models import build
 
 PLAIN = (
     "model:deit_digits?depth=2&patch_head=True&drop_path_rate=0.1&weight_init=jax",
@@ -95,6 +97,16 @@ def test_a_network_whose_layers_share_weights_is_written_whole(tmp_path: Path, b
     written = load_file(write_hub_folder(request, bundle, tmp_path / "hub") / "model.safetensors")
     assert written.keys() == state.keys()
     assert all(torch.equal(written[key], value) for key, value in state.items())
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(build, "save_file", fails)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_hub_folder(SourceRequest("model:deit_digits", weights="random"), bundle, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
 
 
 def test_what_timm_would_compute_otherwise_is_not_written(

@@ -10,15 +10,14 @@ from typing import Any
 
 import timm
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import apply_umask, check_folder, staged_folder, write_bytes, write_json
+from vitx.core.files import check_folder, staged_folder, write_bytes, write_json
 from vitx.export.hub_card import CARD, CONFIG, WEIGHTS, TimmForm, model_card
 from vitx.models.attention import PlainAttention
-from vitx.models.build import separate
+from vitx.models.build import save_tensors
 from vitx.models.source import Source, SourceRequest
 from vitx.models.vit import AttentionOptions, VisionTransformer
 
@@ -54,14 +53,13 @@ def write_hub_folder(request: SourceRequest, bundle: Bundle, out: Path) -> Path:
     check_hub_folder(out)
     source = request.load()
     form = _form(source)
-    tensors = separate(source.model.state_dict())
+    tensors = dict(source.model.state_dict())
     if not form.imports:
         tensors = {key: value for key, value in tensors.items() if not key.startswith("patch_head.")}
     _require_equal(source, form, tensors)
     with staged_folder(out) as stage:
         write_json(stage / CONFIG, _config(source, form))
-        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
-        apply_umask(stage / WEIGHTS)
+        save_tensors(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         write_bytes(stage / CARD, model_card(source, form, bundle).encode())
     return out
 

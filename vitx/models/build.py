@@ -1,5 +1,8 @@
 """From a specification or a run folder to a network with its weights."""
 
+import errno
+import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -8,10 +11,11 @@ from typing import Any
 import timm
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vitx.core.errors import UNUSABLE, InputError, first_line, unknown_name
+from vitx.core.files import apply_umask
 from vitx.core.options import Checkpoint
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, weights_file
 
@@ -69,6 +73,18 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     first = {value.data_ptr(): key for key, value in reversed(found.items())}
     return {key: value if first[value.data_ptr()] == key else value.clone() for key, value in found.items()}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write them, of which some may share memory, as a safetensors file; raise OSError, as on a full disk."""
+    try:
+        save_file(separate(tensors), path, metadata)
+    except SafetensorError as error:
+        # safetensors gives the system's error as text alone.
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from None
+    apply_umask(path)
 
 
 def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Module, CheckpointState]:

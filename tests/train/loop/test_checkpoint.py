@@ -17,6 +17,7 @@ from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.core.errors import InputError
 from vitx.core.files import link_atomically, write_json
 from vitx.core.run import RunFolder
+from vitx.models import build
 from vitx.train.loop import checkpoint
 from vitx.train.loop.checkpoint import (
     TENSOR_FILES,
@@ -291,10 +292,10 @@ def test_a_disk_error_of_safetensors_is_the_systems(
 ) -> None:
     save_epoch(run, tensors(10), [epoch_row(1)], {})
 
-    def fails(tensors: object, path: object) -> None:
+    def fails(*_: object) -> None:
         raise SafetensorError(text)
 
-    monkeypatch.setattr(checkpoint, "save_file", fails)
+    monkeypatch.setattr(build, "save_file", fails)
     with pytest.raises(OSError) as error:  # noqa: PT011 # its number is looked at
         save_epoch(run, tensors(20), [epoch_row(1), epoch_row(2)], {})
     assert error.value.errno == number

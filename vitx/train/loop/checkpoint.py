@@ -5,21 +5,16 @@ and `best` are switched, then folders without a link are removed. A checkpoint w
 alone, until the checkpoint at the end of the epoch replaces it. Specification: docs/run-folder.md.
 """
 
-import errno
 import json
-import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vitx.core.errors import InputError
 from vitx.core.files import (
-    apply_umask,
     link_atomically,
     read_record,
     remove_unfinished,
@@ -29,7 +24,7 @@ from vitx.core.files import (
     write_json,
 )
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
-from vitx.models.build import separate
+from vitx.models.build import save_tensors
 from vitx.train.metrics_file import read_lines
 from vitx.train.progress import PROGRESS_FILE
 from vitx.train.recipes.optimization_settings import Metric, Selection
@@ -135,21 +130,10 @@ def _state(
 def _write(folder: Path, tensors: CheckpointTensors, state: CheckpointState) -> CheckpointState:
     with staged_folder(folder) as stage:
         for name, values in zip(TENSOR_FILES, tensors, strict=True):
-            _save_file(separate(values), stage / name)
+            save_tensors(values, stage / name)
         state = state.model_copy(update={"sha256": {name: sha256_file(stage / name) for name in TENSOR_FILES}})
         write_json(stage / "state.json", state)
     return state
-
-
-def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        # safetensors gives the system's error as text alone.
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found else errno.EIO
-        raise OSError(number, os.strerror(number), str(path)) from None
-    apply_umask(path)
 
 
 def switch_links(run: RunFolder, state: CheckpointState, keep_every: int = 0) -> None:
