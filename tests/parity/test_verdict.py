@@ -172,9 +172,7 @@ def test_labels_must_be_the_images_classes_in_their_order() -> None:
     check_labels(images, ["cat", "cow", "dog"])
     with pytest.raises(InputError) as caught:
         check_labels(images, ["cat", "dog", "cow"])
-    assert str(caught.value) == (
-        "class 1 is 'cow' in 'pets' and 'dog' in the model: give the data it was trained on"
-    )
+    assert str(caught.value) == "class 1 is 'cow' in 'pets' and 'dog' in the model: give the data it was trained on"
     for labels in (["cat", "cow"], ["cat", "cow", "dog", "eel"]):
         with pytest.raises(InputError) as caught:
             check_labels(images, labels)
