@@ -287,7 +287,7 @@ def test_classes_and_provider_and_engines_of_both_are_checked(
         pair = (wrong, model(bundle)) if which == "reference" else (model(bundle), wrong)
         certify_models(*pair, images, device=device, quiet=True)
 
-    with pytest.raises(InputError, match="class 0 is 'blue' in 'numbers' and 'teal' in the bundle"):
+    with pytest.raises(InputError, match="class 0 is 'blue' in 'numbers' and 'teal' in the model"):
         refused(model(labels=("teal", *LABELS[1:])))
     with pytest.raises(CheckFailed, match="fallback: device cpu was asked for and the network runs on CUDA"):
         refused(model(session=TableSession(LOGITS, provider="CUDAExecutionProvider")), device="cpu")

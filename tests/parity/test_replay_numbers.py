@@ -248,7 +248,7 @@ def test_what_is_not_reproduced_is_named_with_both_numbers(bundle: Bundle) -> No
 
 def test_other_classes_are_refused(bundle: Bundle) -> None:
     others = numbered_images([0] * 40, ("blue", "green", "grey", "teal"))
-    with pytest.raises(InputError, match="class 3 is 'teal' in 'numbers' and 'red' in the bundle"):
+    with pytest.raises(InputError, match="class 3 is 'teal' in 'numbers' and 'red' in the model"):
         replay(bundle, certified(), others, candidate_session())
 
 
