@@ -23,20 +23,19 @@ FINALIST_SHARE = 0.8
 # Throughputs that differ by no more than this count as equal, and the shorter latency decides.
 EQUAL_WITHIN = 0.03
 MAX_COPIES = 8
-LoadWithThreads = Callable[..., Session]
+LoadWithThreads = Callable[[int], Session]
 
 
 def tune(bundle: Bundle, load: LoadWithThreads, *, cores: int, quiet: bool = False) -> Tuning:
     """Measure the settings that use the whole machine and record the best in the bundle, for `vitx serve`.
 
-    load: loads the bundle in a session of `threads` threads.
+    load: loads the bundle in a session of that many threads.
     """
     shape = image_shape(bundle)
     images = random_images(max(BATCH_SIZES), shape)
     with ExitStack() as opened:
         sessions = {
-            split: opened.enter_context(load_instances(partial(load, threads=split[1]), *split))
-            for split in core_splits(cores)
+            split: opened.enter_context(load_instances(partial(load, split[1]), *split)) for split in core_splits(cores)
         }
         tried = [_Trial(session, *split, images[:size]) for split, session in sessions.items() for size in BATCH_SIZES]
         log(f"tune: {len(tried)} settings on {cores} cores", quiet=quiet)

@@ -108,7 +108,10 @@ class BenchRequest:
         with self._load(name) as session:
             if device_of(session.describe()) != "cpu":
                 raise InputError(f"--tune is for a processor, and {name} would use a GPU: give --device cpu")
-        load = partial(load_session, self.bundle, name, device=self.device)
+
+        def load(threads: int) -> Session:
+            return load_session(self.bundle, name, device=self.device, threads=threads)
+
         return tune(self.bundle, load, cores=usable_cores(), quiet=quiet)
 
     def load_test(

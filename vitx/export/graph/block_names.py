@@ -48,9 +48,8 @@ def name_block_outputs(model: Any) -> None:
             # A float tensor that leaves its block is the residual stream, the last of them where NeuTRENO's values
             # leave it too; integers that leave one are shapes.
             if block is not None and block != reader:
-                last = outputs.setdefault(block, value)
-                if place_of[id(producer)] > place_of[id(last.producer())]:
-                    outputs[block] = value
+                found = outputs.get(block, value), value
+                outputs[block] = max(found, key=lambda each: place_of[id(each.producer())])
             # The first that block 0 reads: the exporter leaves some nodes within a block without their module.
             elif block is None and reader == 0 and embedding is None:
                 embedding = value
