@@ -101,6 +101,19 @@ def http_opener(cafile: str | None = None) -> "OpenerDirector":
     return opener
 
 
+def whole_body(reply: Any, most: int) -> bytes:
+    """The body of an HTTP reply, of which no more than `most` + 1 bytes are read.
+
+    Raises IncompleteRead for fewer bytes than its head announces: `read` with a limit does not say so itself.
+    """
+    from http.client import IncompleteRead
+
+    body = bytes(reply.read(most + 1))
+    if reply.length and len(body) <= most:
+        raise IncompleteRead(body, reply.length)
+    return body
+
+
 def read_token(path: Path | None) -> bytes | None:
     """The token in a file; raise InputError for one that is missing, or whose token is short."""
     if path is None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from http.client import HTTPException, IncompleteRead
+from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -19,7 +19,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError, first_line
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.urls import http_opener, is_http, without_password
+from vitx.core.urls import http_opener, is_http, whole_body, without_password
 from vitx.runtimes.session import LOGITS, Float32Array, Session, check_images
 
 _DTYPES = {"FP16": "<f2", "FP32": "<f4"}
@@ -165,10 +165,8 @@ class RemoteSession(Session):
             request = Request(quote(url, safe="%:/?#[]@!$&'()*+,;="), body, {**headers, **bearer})
             try:
                 with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-                    if len(reply := bytes(answer.read(_MOST_BYTES + 1))) > _MOST_BYTES:
+                    if len(reply := whole_body(answer, _MOST_BYTES)) > _MOST_BYTES:
                         raise CheckFailed(f"the answer of {url} is longer than {_MOST_BYTES} bytes")
-                    if answer.length:  # bytes that its head announces, and that did not come
-                        raise IncompleteRead(reply, answer.length)
                     return reply, int(answer.headers.get(_JSON_LENGTH, len(reply)))
             except HTTPError as error:
                 with error:

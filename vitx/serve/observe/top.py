@@ -5,7 +5,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException, IncompleteRead
+from http.client import HTTPException
 from math import inf
 from typing import Any
 from urllib.error import HTTPError
@@ -14,7 +14,7 @@ from urllib.request import Request
 from prometheus_client.parser import text_string_to_metric_families
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.urls import http_opener, is_http
+from vitx.core.urls import http_opener, is_http, whole_body
 
 Labels = frozenset[tuple[str, str]]
 
@@ -85,11 +85,9 @@ class ServerClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             with self._opener.open(Request(self.url + path, headers=headers), timeout=_TIMEOUT_SECONDS) as reply:
-                if len(answer := reply.read(_MOST_BYTES + 1)) > _MOST_BYTES:
+                if len(answer := whole_body(reply, _MOST_BYTES)) > _MOST_BYTES:
                     raise self._not_vitx(f"its answer to {path} does not end")
-                if reply.length:  # `read` with a limit does not say so itself
-                    raise IncompleteRead(answer, reply.length)
-                return bytes(answer)
+                return answer
         except HTTPError as error:
             with error:
                 if error.code == 401:
