@@ -202,6 +202,8 @@ def test_p_of_an_onset_is_that_of_its_weakest_layer() -> None:
         embedding=0.1,
         cos_sim={"blocks.0": 0.5, "blocks.1": 0.91, "blocks.2": 0.99},
         smoothed={"blocks.0": 10, "blocks.1": 61, "blocks.2": 100},
+        dc_share={},
+        longest={},
         attention_std={},
     )
     (found,) = find({"over-smoothing": record}, RULES).found

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from reference import seq
 from vitx.core.errors import InputError
-from vitx.models.similarity import attention_similarity, attention_std, map_similarity, token_similarity
+from vitx.models.similarity import (
+    attention_similarity,
+    attention_std,
+    dc_shares,
+    longest_tokens,
+    map_similarity,
+    token_similarity,
+)
 
 TOKENS = seq(1, 2, 5, 3)
 FIRST, SECOND = seq(2, 2, 3, 4, 4), seq(3, 2, 3, 4, 4)
@@ -42,6 +49,29 @@ def test_a_token_of_zeros_is_similar_to_none() -> None:
     tokens = torch.tensor([[[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]], dtype=torch.float64)
     for absolute in (False, True):
         assert float(token_similarity(tokens, absolute=absolute)) == pytest.approx(2 / 6)
+
+
+def test_the_energy_of_the_mean_and_the_longest_token() -> None:
+    """The numbers of docs/maths.md §1.5; direct current is frequency 0 of a Fourier transform over tokens."""
+    tokens = seq(1.5, 2, 5, 4) + 0.3
+    amplitudes = torch.fft.fft(tokens, dim=1).abs().square()
+    shares = dc_shares(tokens)
+    assert shares.tolist() == pytest.approx((amplitudes[:, 0].sum(-1) / amplitudes.sum((1, 2))).tolist(), abs=1e-12)
+    assert float(shares.mean()) == pytest.approx(0.195836, abs=5e-7)
+    lengths = [sorted(math.sqrt(sum(float(x * x) for x in token)) for token in image) for image in tokens]
+    assert longest_tokens(tokens).tolist() == pytest.approx([image[4] / image[2] for image in lengths])
+    assert float(longest_tokens(tokens).mean()) == pytest.approx(1.220725, abs=5e-7)
+
+
+def test_of_equally_long_tokens_the_two_measures_are_one() -> None:
+    unit = torch.nn.functional.normalize(seq(3, 2, 6, 4) + 0.5, dim=-1)
+    assert float(dc_shares(unit).mean()) == pytest.approx((1 + 5 * float(token_similarity(unit))) / 6, abs=1e-12)
+    register = torch.cat((100 * unit[:, :1], unit[:, 1:]), dim=1)
+    assert token_similarity(register) == pytest.approx(float(token_similarity(unit)))
+    assert dc_shares(register).tolist() == pytest.approx([1 / 6, 1 / 6], rel=0.05)
+    assert longest_tokens(register).tolist() == pytest.approx([100, 100])
+    zeros = torch.zeros(1, 3, 2)
+    assert (float(dc_shares(zeros)), float(longest_tokens(zeros))) == (0, 0)
 
 
 def test_the_spread_of_a_row_is_unbiased() -> None:

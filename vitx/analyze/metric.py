@@ -72,7 +72,7 @@ class MetricContext(NamedTuple):
 
 
 # To be increased when a metric's definition changes: cached results of the older one are measured again.
-DEFINITIONS_VERSION = 8
+DEFINITIONS_VERSION = 9
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 from vitx.models import ReAttention, token_similarity
-from vitx.models.similarity import map_similarity
+from vitx.models.similarity import dc_shares, longest_tokens, map_similarity
 
 KINDS = {
     "resnet18": {"convolution"},
@@ -433,6 +433,8 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
     patches = batch.streams["blocks.1.mlp"][:, 1:]
     found = measured(10)
     assert found[0]["cos_sim"]["blocks.1"] == pytest.approx(token_similarity(patches).item(), rel=1e-5)
+    assert found[0]["dc_share"]["blocks.1"] == pytest.approx(dc_shares(patches).mean().item(), rel=1e-5)
+    assert found[0]["longest"]["blocks.1"] == pytest.approx(longest_tokens(patches).mean().item(), rel=1e-5)
     features = Layout.of(model).feature_map("blocks.1.mlp", batch.streams["blocks.1.mlp"])
     assert features is not None
     expected = fourier_log_amplitude(features.double()).tolist()
