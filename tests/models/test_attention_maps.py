@@ -109,10 +109,11 @@ def test_maps_are_those_before_dropout() -> None:
         torch.testing.assert_close(found.sum(-1), torch.ones_like(found.sum(-1)))
 
 
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "attnscale_cait_s24_224"])
 @pytest.mark.parametrize("stage", ["softmax", "mixed"])
-def test_both_stages_of_timms_talking_heads(stage: Any) -> None:
-    """By its own formula: scores mixed over heads, softmax, mixed again."""
-    model: Any = randomize(timm.create_model("cait_xxs24_224", **VIT, depth_token_only=1)).eval()
+def test_both_stages_of_timms_talking_heads(name: str, stage: Any) -> None:
+    """By its own formula: scores mixed over heads, softmax, mixed again; AttnScale changes what is not 1/N."""
+    model: Any = randomize(timm.create_model(name, **VIT, depth_token_only=1)).eval()
     layer = model.blocks[0].attn
     seen: list[Any] = []
     layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
@@ -126,6 +127,8 @@ def test_both_stages_of_timms_talking_heads(stage: Any) -> None:
         expected = expected.softmax(-1)
         if stage == "mixed":
             expected = torch.einsum("hg,bgij->bhij", layer.proj_w.weight, expected) + layer.proj_w.bias.view(-1, 1, 1)
+            if name.startswith("attnscale"):
+                expected = 1 / N + (1 + layer.lamb.view(-1, 1, 1)) * (expected - 1 / N)
     torch.testing.assert_close(maps["blocks.0.attn"], expected, atol=1e-5, rtol=1e-5)
 
 

@@ -71,6 +71,13 @@ def deit(name: str) -> int:
     return vit((image // 16) ** 2 + 1, D, H, blocks=int(depth), ratio=4, mixes=mixes, embedding=embedding)
 
 
+def cait_s24() -> int:
+    """24 blocks of 196 patches with two mixes; two whose class token alone is a query, beside the patches' tokens."""
+    patches, D, n = patch_embedding(224, 16, 384), 384, 196
+    class_attention = 2 * 2 * (n + 1) * D**2 + 2 * 2 * (n + 1) * D + 2 * 2 * D**2 + 2 * 2 * D * 4 * D
+    return vit(n, D, 8, blocks=24, ratio=4, mixes=48, embedding=patches) + 2 * class_attention
+
+
 def deepvit(name: str) -> int:
     blocks, D, mixes, cnn = DEEPVIT[name]
     image = 384 if name.endswith("_384") else 224
@@ -116,6 +123,8 @@ def alternet(name: str) -> int:
 def by_hand(name: str) -> int:
     if name.endswith("_digits"):
         return digits(mixes=3 if name.startswith("deepvit") else 0)
+    if name.endswith("_cait_s24_224"):
+        return cait_s24()
     if name.startswith(("attnscale", "featscale")):  # no product more than DeiT
         return deit(name.replace(name.split("_")[0], "deit"))
     if name == "deit_tiny_neutreno_patch16_224":

@@ -199,6 +199,22 @@ def test_attn_scale_and_feat_scale_begin_from_a_plain_file_where_they_are_traine
         load_public_checkpoint(source, tmp_path / "scaled.pth", to_train=True)
 
 
+@pytest.mark.parametrize("kind", ["attnscale", "featscale"])
+def test_cait_with_either_begins_from_the_published_one(kind: str, tmp_path: Path) -> None:
+    """Of timm, or with the authors' `module.` before each key."""
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    source: Any = randomize(timm.create_model("cait_s24_224", **size)).eval()
+    weights = {f"module.{key}": value for key, value in source.state_dict().items()}
+    torch.save({"model": weights}, tmp_path / "S24_224.pth")
+    target: Any = timm.create_model(f"{kind}_cait_s24_224", **size).eval()
+    report = load_public_checkpoint(target, tmp_path / "S24_224.pth", to_train=True)
+    assert {key.rpartition(".")[2] for key in report.missing} == (
+        {"lamb"} if kind == "attnscale" else {"lamb1", "lamb2"}
+    )
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(target(images), source(images))
+
+
 @pytest.mark.parametrize(
     ("changes", "first"),
     [

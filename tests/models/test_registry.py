@@ -1,4 +1,4 @@
-"""What every name is built with, written out again from the papers' tables: the 92 names without building one."""
+"""What every name is built with, written out again from the papers' tables: the 94 names without building one."""
 
 import json
 from importlib.resources import files
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import timm
+from timm.models.cait import Cait
 from torch import nn
 
 from vitx.models import registry
 from vitx.models.alternet import AlterNet
+from vitx.models.cait import AttnScaleTalkingHeadAttn, FeatScaleBlock
 from vitx.models.network_summary import vitx_networks
 from vitx.models.vit import VisionTransformer
 
@@ -36,6 +38,14 @@ def anti_oversmoothing(name: str) -> tuple[Arguments, Arguments]:
     arguments, cfg = deit(f"deit_{rest}")
     changed = {"attention": "attn-scale"} if method == "attnscale" else {"feat_scale": True}
     return {key: arguments[key] for key in ("embed_dim", "num_heads", "depth")} | changed, cfg
+
+
+def anti_oversmoothing_cait(name: str) -> tuple[Arguments, Arguments]:
+    """Wang et al.: timm's cait_s24_224 with one layer of another kind."""
+    arguments: Arguments = {"embed_dim": 384, "depth": 24, "num_heads": 8, "init_values": 1e-5}
+    of_attention = name.startswith("attnscale")
+    changed: Arguments = {"attn_block": AttnScaleTalkingHeadAttn} if of_attention else {"block_layers": FeatScaleBlock}
+    return arguments | changed, {"image": 224, "mean_std": IMAGENET, "crop_pct": 0.875}
 
 
 def deepvit(name: str) -> tuple[Arguments, Arguments]:
@@ -85,6 +95,8 @@ def by_hand(name: str) -> tuple[Arguments, Arguments]:
         arguments, cfg = deit("deit_tiny_12")
         del arguments["img_size"]
         return {**arguments, "attention": "neutreno"}, cfg
+    if "_cait_" in name:
+        return anti_oversmoothing_cait(name)
     family = {"deit": deit, "deepvit": deepvit, "plainvit": deepvit, "alternet": alternet}
     return family.get(name.split("_")[0], anti_oversmoothing)(name)
 
@@ -99,6 +111,7 @@ def names_by_hand() -> set[str]:
         for size in ("small", "base")
         for depth in (12, 24)
     }
+    names |= {"attnscale_cait_s24_224", "featscale_cait_s24_224"}
     names |= {f"alternet_{depth}{end}" for depth in (18, 34, 50, 101, 152) for end in ("", "_cifar")}
     return names | {"deepvit_l_384", "deit_digits", "deepvit_digits", NEUTRENO}
 
@@ -126,13 +139,12 @@ def test_the_arguments_and_the_configuration_of_a_name(name: str, built: list[An
     create()
     create(pretrained=True, depth=3, num_classes=7)
     (network, of, pretrained, arguments), (*_, asked, others) = built
-    assert (network, of, pretrained, asked) == (
-        AlterNet if name.startswith("alternet") else VisionTransformer, name, False, True
-    )  # fmt: skip
+    kind = AlterNet if name.startswith("alternet") else Cait if "_cait_" in name else VisionTransformer
+    assert (network, of, pretrained, asked) == (kind, name, False, True)
     vit = network is VisionTransformer
     read = arguments.pop("pretrained_filter_fn")
     assert getattr(read, "__name__", None) == ("checkpoint_filter_fn" if vit else None)
-    indices = {"out_indices": 3 if vit else (0, 1, 2, 3), "feature_cls": "getter"}
+    indices = {"out_indices": (0, 1, 2, 3) if network is AlterNet else 3, "feature_cls": "getter"}
     assert arguments.pop("feature_cfg") == indices
     expected, cfg = by_hand(name)
     assert arguments == expected

@@ -19,6 +19,7 @@ from vitx.models import (
     token_similarity,
 )
 from vitx.models.attention import AttnScaleAttention, ReAttention, TalkingHeadsAttention
+from vitx.models.cait import FeatScaleBlock
 from vitx.models.vit import scale_frequencies
 
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
@@ -48,6 +49,17 @@ def test_feat_scale_reproduces_the_reference() -> None:
     expected = [0.012778, -1.497059, -2.828836, -2.273512, -0.72228, -0.20156, -0.767081, -0.791714]
     found = scale_frequencies(seq(3, 1, 3, 8), seq(0.2, 8), seq(0.4, 8))[0, 0]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_cait_adds_each_part_of_feat_scale_once() -> None:
+    """As its authors' code does; DeiT's adds both twice."""
+    block: Any = randomize(FeatScaleBlock(8, 2, qkv_bias=True).double()).eval()
+    x = seq(3, 2, 5, 8)
+    y = block.attn(block.norm1(x))
+    mean = y.mean(1, keepdim=True)
+    expected = x + block.gamma_1 * (y + block.lamb1 * mean + block.lamb2 * (y - mean))
+    expected = expected + block.gamma_2 * block.mlp(block.norm2(expected))
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-13)
 
 
 def test_feat_scale_is_behind_attention_and_begins_without_change() -> None:

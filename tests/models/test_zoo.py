@@ -65,7 +65,7 @@ def test_plain_deit_computes_what_timms_does() -> None:
 
 
 def test_every_name_is_complete() -> None:
-    assert len(NAMES) == 92
+    assert len(NAMES) == 94
     for name in NAMES:
         cfg = timm.get_pretrained_cfg(name)
         assert cfg is not None
@@ -86,6 +86,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "deit_tiny_12_talking": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
     "attnscale_small_12": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
     "featscale_small_12": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
+    "attnscale_cait_s24_224": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
+    "featscale_cait_s24_224": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
     "deit_tiny_neutreno_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
     "deepvit_16b": {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3},
     "deepvit_s": {
@@ -103,7 +105,7 @@ SMALL: dict[str, dict[str, Any]] = {
 # Between them every attention, embedding and unit: deepvit_s has blocks with plain attention and with Re-Attention.
 TRACED = (
     *("deit_tiny_12_talking", "attnscale_small_12", "featscale_small_12", "deit_tiny_neutreno_patch16_224"),
-    *("deepvit_s", "alternet_18_cifar"),
+    *("deepvit_s", "alternet_18_cifar", "attnscale_cait_s24_224", "featscale_cait_s24_224"),
 )
 
 

@@ -369,13 +369,18 @@ class AttnScaleAttention(PlainAttention):
         nn.init.zeros_(self.lamb)
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
-        scale_H11 = self.lamb.view(-1, 1, 1)
-        return (1 + scale_H11) * maps_BHNN - scale_H11 / maps_BHNN.shape[-1]
+        return scale_maps(maps_BHNN, self.lamb)
 
     def fused_product(self, q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
         scale_H11 = self.lamb.view(-1, 1, 1)
         out_BHNK = super().fused_product(q_BHNK, k_BHNK, v_BHNK)
         return (1 + scale_H11) * out_BHNK - scale_H11 * v_BHNK.mean(dim=2, keepdim=True)
+
+
+def scale_maps(maps_BHNN: Tensor, omega_H: Tensor) -> Tensor:
+    """AttnScale of maps over N keys, `1/N + (1 + ω)(A − 1/N)`, with ω (H,)."""
+    omega_H11 = omega_H.view(-1, 1, 1)
+    return (1 + omega_H11) * maps_BHNN - omega_H11 / maps_BHNN.shape[-1]
 
 
 class FirstValues:

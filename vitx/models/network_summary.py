@@ -10,6 +10,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.models.cait import Cait
 from torch import nn
 
 from vitx.core.errors import unknown_name
@@ -68,8 +69,8 @@ def summarize(name: str) -> NetworkSummary:
 
 
 def _blocks(model: nn.Module) -> str:
-    """The attention of each block of a ViT, or the class of each unit of an AlterNet: "11 × PlainAttention, …"."""
-    if isinstance(model, VisionTransformer):
+    """The attention of each block of a ViT or CaiT, or each unit's class of an AlterNet: "11 × PlainAttention, …"."""
+    if isinstance(model, VisionTransformer | Cait):
         kinds = [type(block.attn).__name__ for block in model.blocks]
     else:
         kinds = [type(unit).__name__ for stage in getattr(model, "stages", ()) for unit in stage.children()]

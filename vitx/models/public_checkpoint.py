@@ -1,6 +1,7 @@
 """Loading published checkpoints: DeepViT's, DeiT's, timm's own, and the ViTs of transformers."""
 
 import pickle
+import re
 import struct
 import threading
 import warnings
@@ -24,7 +25,6 @@ from vitx.core.files import write_bytes
 from vitx.core.run import ModelSpec
 from vitx.models.build import separate
 from vitx.models.recalibration import set_closed_form_means
-from vitx.models.transformers_names import with_timms_names
 
 # Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
 CLASSIFIERS = ("head", "patch_head", "head_dist")
@@ -35,6 +35,31 @@ CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
 
 # Within which the hub must answer: its own library tries for more than a minute.
 SECONDS_TO_ANSWER = 3.0
+
+# The tensors of Hugging Face's transformers' ViT, DeiT and DINOv2, and timm's names of them.
+_FAMILY = r"(?:(?:vit|deit|dinov2|dinov2_with_registers)\.)?"
+# What is written to a file, in all releases; where release 5 calls it otherwise in memory, that too. In this order.
+_NAMES = (
+    ("^" + _FAMILY, ""),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.distillation_token$", "dist_token"),
+    (r"^embeddings\.", ""),  # cls_token; mask_token and register_tokens are what timm converts itself
+    (r"^(encoder\.layer|layers)\.", "blocks."),
+    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.mlp\.weights_in\.", ".mlp.w12."),
+    (r"\.mlp\.weights_out\.", ".mlp.w3."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+    (r"^layernorm\.", "norm."),
+    (r"^(cls_)?classifier\.", "head."),
+    (r"^distillation_classifier\.", "head_dist."),
+)
+_FIRST = re.compile(_FAMILY + r"embeddings\.patch_embeddings\.projection\.weight")
+_PROJECTION = re.compile(r"(blocks\.\d+\.)attention\.(?:attention\.)?(query|key|value|q_proj|k_proj|v_proj)\.(\w+)")
 
 
 @dataclass(frozen=True)
@@ -196,7 +221,7 @@ def _named(path: Path, tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
     lightning = "model." if all(name.startswith("model.") for name in keys.values()) else ""
     plain = {keys[key].removeprefix(lightning).removeprefix("_orig_mod."): value for key, value in tensors.items()}
     try:
-        return with_timms_names(plain)
+        return _with_timms_names(plain)
     except RuntimeError as error:
         raise InputError(f"queries, keys and values of '{path}' do not fit together: {first_line(error)}") from None
 
@@ -249,3 +274,24 @@ def _require_same_architecture(
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "×".join(map(str, shape)) or "a scalar"
+
+
+def _with_timms_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of a ViT, DeiT or DINOv2 of transformers; return those of anything else as they are.
+
+    Queries, keys and values, (C, C) each, become `attn.qkv`, (3C, C). The pooler, which no classifier reads, is left
+    out. Raises RuntimeError for queries, keys and values whose shapes do not fit together.
+    """
+    if not any(map(_FIRST.fullmatch, tensors)):
+        return tensors
+    renamed: dict[str, Tensor] = {}
+    projections: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        for old, new in _NAMES:
+            key = re.sub(old, new, key)
+        if found := _PROJECTION.fullmatch(key):
+            block, which, part = found.groups()
+            projections.setdefault(f"{block}attn.qkv.{part}", {})[which[0]] = tensor
+        elif not key.startswith("pooler."):
+            renamed[key] = tensor
+    return renamed | {key: torch.cat([of[which] for which in "qkv" if which in of]) for key, of in projections.items()}

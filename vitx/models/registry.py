@@ -7,6 +7,7 @@
 | `deepvit_{16b,24b,32b,s,l,l_384}` | DeepViT (Zhou et al., table 5 and table 8) |
 | `plainvit_{16b,24b,32b,s,l}` | the plain ViT of the same size |
 | `attnscale_{small,base}_{12,24}`, `featscale_…` | DeiT with AttnScale or FeatScale (Wang et al.), by their names |
+| `attnscale_cait_s24_224`, `featscale_cait_s24_224` | CaiT-S24 with them, likewise |
 | `deit_tiny_neutreno_patch16_224` | DeiT with NeuTRENO (Nguyen et al.), by its name and in its size |
 | `alternet_{18,34,50,101,152}`, … `_cifar` | AlterNet (Park & Kim) |
 | `deit_digits`, `deepvit_digits` | 0.26 M parameters at 32 px, for the embedded data set |
@@ -17,11 +18,13 @@ Arguments of VisionTransformer or AlterNet override: `timm.create_model("deit_sm
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.cait import Cait
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
 from vitx.core.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD
 from vitx.models.alternet import AlterNet
+from vitx.models.cait import AttnScaleTalkingHeadAttn, FeatScaleBlock
 from vitx.models.vit import VisionTransformer
 
 default_cfgs: dict[str, Any] = {}
@@ -56,7 +59,7 @@ def _register(name: str, network: type[nn.Module], defaults: dict[str, Any], cfg
             name,
             pretrained,
             pretrained_filter_fn=checkpoint_filter_fn if network is VisionTransformer else None,
-            feature_cfg={"out_indices": 3 if network is VisionTransformer else (0, 1, 2, 3), "feature_cls": "getter"},
+            feature_cfg={"out_indices": (0, 1, 2, 3) if network is AlterNet else 3, "feature_cls": "getter"},
             **{**defaults, **overrides},
         )
         return model
@@ -100,6 +103,12 @@ def _register_anti_oversmoothing() -> None:
                 defaults = {"embed_dim": width, "depth": depth, "num_heads": heads, **changed}
                 what = f"DeiT-{size}, {depth} blocks, with {method}."
                 _register(f"{method.lower()}_{size}_{depth}", VisionTransformer, defaults, cfg, what)
+    size_s24 = {"embed_dim": 384, "depth": 24, "num_heads": 8, "init_values": 1e-5}
+    for method, part in (
+        ("AttnScale", {"attn_block": AttnScaleTalkingHeadAttn}),
+        ("FeatScale", {"block_layers": FeatScaleBlock}),
+    ):
+        _register(f"{method.lower()}_cait_s24_224", Cait, {**size_s24, **part}, cfg, f"CaiT-S24 with {method}.")
 
 
 def _register_deepvit() -> None:

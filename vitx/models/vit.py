@@ -176,14 +176,14 @@ class Block(nn.Module):
         return scale_frequencies(out_BND, self.lamb1, self.lamb2)
 
 
-def scale_frequencies(x_BND: Tensor, low_D: Tensor, high_D: Tensor) -> Tensor:
+def scale_frequencies(x_BND: Tensor, low_D: Tensor, high_D: Tensor, *, times: int = 2) -> Tensor:
     """FeatScale of tokens (B, N, D): their mean m becomes `(1 + 2·low)·m`, what is left `(1 + 2·high)·(x − m)`.
 
-    Wang et al., arXiv 2203.05962. The factor of 2 is of the authors' code, which adds both parts twice, and so of their
-    checkpoints (docs/maths.md §3.6).
+    Wang et al., arXiv 2203.05962. The factor of 2, `times`, is of the authors' code for DeiT, which adds both parts
+    twice, and so of their checkpoints; that for CaiT adds them once (docs/maths.md §3.6).
     """
     mean_B1D = x_BND.mean(dim=1, keepdim=True)
-    return x_BND + 2 * (low_D * mean_B1D + high_D * (x_BND - mean_B1D))
+    return x_BND + times * (low_D * mean_B1D + high_D * (x_BND - mean_B1D))
 
 
 class TokenOutputs(NamedTuple):

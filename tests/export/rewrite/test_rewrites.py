@@ -51,7 +51,10 @@ TIMM: dict[str, dict[str, Any]] = {
     "vit_small_patch16_224": {"global_pool": "avg", "qk_norm": True},
     "deit_tiny_distilled_patch16_224": {},
     "cait_xxs24_224": {"qkv_bias": True, "depth_token_only": 1},
+    "attnscale_cait_s24_224": {"depth_token_only": 1},
+    "featscale_cait_s24_224": {"depth_token_only": 1},
 }
+CAITS = ("cait_xxs24_224", "attnscale_cait_s24_224", "featscale_cait_s24_224")
 ALTERNET: dict[str, Any] = {"unit": "basic", "depths": (1, 2, 1, 1), "attention_depths": (0, 1, 0, 0), "num_classes": 5}
 NETWORKS = [*MODELS, *TIMM, "alternet"]
 
@@ -156,14 +159,14 @@ PLACES = {
         "gap": 3,
         "no-norm": 3,
         "talking-heads-bias": 3,
-        "cait_xxs24_224": 2,
+        **dict.fromkeys(CAITS, 2),
     },
     "fold-residual-scale": {
         "deit-layer-scale": 9,
         "deepvit-s": 3,
         "deepvit-l": 3,
         "vit_tiny_patch16_224": 4,
-        "cait_xxs24_224": 4,
+        **dict.fromkeys(CAITS, 4),
     },
     "compute-class-token-only": {
         **dict.fromkeys(MODELS, 1),

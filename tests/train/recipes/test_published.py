@@ -79,6 +79,7 @@ OURS: dict[str, Callable[[Recipe], Any]] = {
     "use-talk": lambda r: "talking" in r.model.name,
     "alpha": lambda r: timm.create_model(r.model.name, depth=2).get_submodule("blocks.1.attn").alpha,
     "seed": lambda r: r.seed,
+    "resume": lambda r: "</ckpt_path>" if r.model.initial_checkpoint else "",
 }
 MODELS = {
     "deit_tiny_patch16_224": "deit_tiny_12",
@@ -92,6 +93,7 @@ MODELS = {
     "deepvit_L": "deepvit_l",
     "alternet_18": "alternet_18_cifar",
     **{name: name for name in ("attnscale_small_12", "attnscale_small_24", "featscale_small_12", "featscale_small_24")},
+    **{f"{kind}_cait_S24_224": f"{kind}_cait_s24_224" for kind in ("attnscale", "featscale")},
 }
 
 

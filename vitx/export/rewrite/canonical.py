@@ -13,6 +13,7 @@ import torch
 import torch.onnx.ops
 from timm.layers import LayerNorm, LayerScale, Mlp
 from timm.layers.attention import Attention as TimmAttention
+from timm.models.cait import Cait
 from timm.models.cait import LayerScaleBlock as CaitBlock
 from timm.models.cait import TalkingHeadAttn as CaitAttention
 from timm.models.deit import VisionTransformerDistilled
@@ -30,6 +31,7 @@ from vitx.models import (
     VisionTransformer,
 )
 from vitx.models.attention import FirstValues
+from vitx.models.cait import AttnScaleTalkingHeadAttn, FeatScaleBlock
 from vitx.models.head_mix import mix_heads
 
 # A factor of AttnScale that is nearer to zero is not divided by: in half precision weights times it are subnormal.
@@ -98,6 +100,12 @@ class ExportAttention(nn.Module):
         elif isinstance(trained, CaitAttention):
             self.before = HeadMix(trained.proj_l.weight, trained.proj_l.bias)
             self.after = HeadMix(trained.proj_w.weight, trained.proj_w.bias)
+            if isinstance(trained, AttnScaleTalkingHeadAttn):
+                assert tokens is not None
+                # (1+ω)(WA + b) − ω/N is a mix as well.
+                factor_H = 1 + trained.lamb.detach()
+                bias_H = factor_H * trained.proj_w.bias.detach() - trained.lamb.detach() / tokens
+                self.after = HeadMix(factor_H[:, None] * trained.proj_w.weight, bias_H)
         elif isinstance(trained, ReAttention):
             mix = HeadMix(trained.reatten_matrix.weight.flatten(1), trained.reatten_matrix.bias)
             norm = trained.var_norm
@@ -222,10 +230,10 @@ class ExportBlock(nn.Module):
         self.residual_scale = float(getattr(trained, "residual_scale", 1.0))
         self.norm1, self.norm2 = trained.norm1, trained.norm2
         self.attn = ExportAttention(trained.attn, tokens)
-        # Of l = lamb1 and h = lamb2: y + 2(l⊙m + h⊙(y − m)) = (1 + 2h)⊙y + 2(l − h)⊙m.
-        high_D = getattr(trained, "lamb2", None)
-        self.register_buffer("own_scale_D", None if high_D is None else 1 + 2 * high_D.detach())
-        self.register_buffer("mean_scale_D", None if high_D is None else 2 * (trained.lamb1 - high_D).detach())
+        # Of l = lamb1 and h = lamb2: y + 2(l⊙m + h⊙(y − m)) = (1 + 2h)⊙y + 2(l − h)⊙m; in CaiT 1 for 2.
+        high_D, times = getattr(trained, "lamb2", None), 1 if isinstance(trained, CaitBlock) else 2
+        self.register_buffer("own_scale_D", None if high_D is None else 1 + times * high_D.detach())
+        self.register_buffer("mean_scale_D", None if high_D is None else times * (trained.lamb1 - high_D).detach())
         self.mlp = trained.mlp
         self.ls1, self.ls2 = _layer_scales(trained)
         self.joined = False
@@ -310,7 +318,13 @@ def _shared_parts(root: nn.Module) -> set[int]:
 
 
 def fixed_tokens(root: nn.Module) -> int | None:
-    """The number of tokens of the vision transformer that `root` is; None for others, and where it is not fixed."""
+    """The number of tokens of the vision transformer that `root` is; None for others, and where it is not fixed.
+
+    Of CaiT that of its blocks before the class attention, which alone are rewritten.
+    """
+    cait: Any = root if type(root) is Cait else getattr(root, "model", None)
+    if type(cait) is Cait:
+        return int(cait.patch_embed.num_patches)  # type: ignore[arg-type]
     model = vision_transformer(root)
     if model is None or model.dynamic_img_size:
         return None
@@ -330,7 +344,7 @@ def classifiers(model: TimmVisionTransformer) -> list[nn.Module]:
 
 
 def _is_supported(module: nn.Module, tokens: int | None = None) -> bool:
-    if not is_plain(module, Block, TimmBlock, CaitBlock):
+    if not is_plain(module, Block, TimmBlock, CaitBlock, FeatScaleBlock):
         return False
     block: Any = module
     scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))
@@ -353,11 +367,13 @@ def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:
 
 def _is_supported_attention(attention: Any, tokens: int | None) -> bool:
     of_vitx = (AttnScaleAttention, NeutrenoAttention, PlainAttention, ReAttention, TalkingHeadsAttention)
-    if not is_plain(attention, *of_vitx, TimmAttention, CaitAttention):
+    if not is_plain(attention, *of_vitx, TimmAttention, CaitAttention, AttnScaleTalkingHeadAttn):
         return False
     mixes = (attention.proj_l, attention.proj_w) if isinstance(attention, CaitAttention) else ()
     if not all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.proj, *mixes)):
         return False
+    if isinstance(attention, AttnScaleTalkingHeadAttn):
+        return tokens is not None
     if isinstance(attention, AttnScaleAttention):
         return tokens is not None and bool(((1 + attention.lamb).abs() > SMALLEST_FACTOR).all())
     if type(attention) is not TimmAttention:

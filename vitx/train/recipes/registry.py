@@ -27,6 +27,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         imagenet.attnscale_s_24,
         imagenet.featscale_s_12,
         imagenet.featscale_s_24,
+        imagenet.attnscale_cait_s24,
+        imagenet.featscale_cait_s24,
         imagenet.neutreno_ti,
         imagenet.patchvit_s_12,
         imagenet.patchvit_s_24,
