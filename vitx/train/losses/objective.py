@@ -67,12 +67,12 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
         raise InputError(
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
             f"losses.cosine=0, losses.contrastive=0 and losses.mixing=0{', and cutmix.probability=0' * no_boxes}, or "
-            "choose a model of `vitx models`"
+            "choose a ViT of `vitx models`"
         )
     if losses.mixing and not isinstance(model, VisionTransformer):
         raise InputError(
             f"model '{recipe.model.name}' has no classifier of patches, which losses.mixing needs: set "
-            "losses.mixing=0, or choose a model of `vitx models`, whose ViTs load the weights of timm's"
+            "losses.mixing=0, or choose a ViT of `vitx models`, which load the weights of timm's"
         )
     if losses.need_tokens and not isinstance(getattr(model, "patch_drop", nn.Identity()), nn.Identity):
         raise InputError(
