@@ -156,19 +156,20 @@ def test_what_is_no_message_is_left_to_the_parser(data: bytes) -> None:
     assert _fields(data)[0] <= MOST_FIELDS
 
 
-def test_numbers_and_names_inside_a_compressed_message_are_few() -> None:
-    others = len("images") + 3  # the input's name, and its shape
-    fits = MOST_NESTED - others
-    check_fields(message(numbers=fits).SerializeToString(), compressed=True)
+@pytest.mark.parametrize(("compressed", "what"), [(True, "a compressed message"), (False, "a message")])
+def test_numbers_and_names_inside_a_message_are_few(compressed: bool, what: str) -> None:
+    others, most = len("images") + 3, MOST_NESTED[compressed]  # the input's name, and its shape
+    fits = most - others
+    check_fields(message(numbers=fits).SerializeToString(), compressed=compressed)
     named = message(numbers=fits)
     named.outputs.add(name="x")
     for request in (message(numbers=fits + 1), named):
-        with pytest.raises(RequestError, match=f"^a compressed message with {MOST_NESTED + 1} bytes of") as refused:
-            check_fields(request.SerializeToString(), compressed=True)
+        with pytest.raises(RequestError, match=f"^{what} with {most + 1} bytes of numbers and names") as refused:
+            check_fields(request.SerializeToString(), compressed=compressed)
         assert refused.value.status == 413
     pixels = message(raw=0)
-    pixels.raw_input_contents.append(bytes(2 * MOST_NESTED))
-    check_fields(pixels.SerializeToString(), compressed=True)
+    pixels.raw_input_contents.append(bytes(2 * most))
+    check_fields(pixels.SerializeToString(), compressed=compressed)
 
 
 @pytest.mark.parametrize(("wbits", "encoding"), [(31, "gzip"), (15, "deflate")])

@@ -181,7 +181,7 @@ class GrpcServer:
         record = RequestRecord("")
         if self._core.observers:
             given, record.traceparent, record.tracestate = (_metadata(context, name) for name in _OF_CALL)
-            record.id, record.client = request_id(given), context.peer()
+            record.id, record.client = request_id(given), context.peer() or None  # "" of a call that has ended
         CURRENT_RECORD.set(record)  # of this call, or request of a stream, alone: each has its own task
         try:
             if route not in _WITHOUT_TOKEN:
