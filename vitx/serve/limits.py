@@ -22,7 +22,7 @@ class Limits:
     header_seconds: float  # from a request's first byte, or the connection, to the end of its headers
     body_seconds: float  # for the body, and a second more for every `body_rate` bytes of it
     write_seconds: float  # for a client to take its reply, and a second more for every `body_rate` bytes of it
-    memory_bytes: int  # of the bodies of all requests of a process, beside `UNCOUNTED_BYTES` of each connection
+    memory_bytes: int  # of all bodies and untaken replies of a process, beside `UNCOUNTED_BYTES` of each connection
     message_seconds: float  # for the message of a gRPC call; how far it has come is not seen
     body_rate: int = 16 * 2**10
     drain_seconds: float = 30.0  # what requests in flight get after the first signal
@@ -50,7 +50,7 @@ def check_most(found: int, most: int, what: str = "images in one request") -> No
 
 
 class MemoryBudget:
-    """The bytes of all bodies that are being received, read or answered. Not thread-safe: use it on the event loop."""
+    """The bytes of all bodies in flight, and of replies not yet taken. Not thread-safe: use it on the event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self.used = limit, 0

@@ -6,15 +6,18 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from threading import Thread
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from server_process import running_server
-from socketless_server import Server, bodies_of, request, settled
+from socketless_server import Server, Transport, bodies_of, request, settled
 from virtual_time import run_virtually
 from vitx.core.bundle import Bundle
 from vitx.core.sandbox import resident_gib
+from vitx.serve.http.asgi import Reply, read_body, send_reply
+from vitx.serve.http.head_cache import HeadCacheProtocol
 from vitx.serve.limits import UNCOUNTED_BYTES
 
 
@@ -250,3 +253,98 @@ def test_a_client_that_sends_requests_without_end_is_read_no_faster_than_it_is_a
         assert resident_gib(server.process.pid) - before < 8 / 2**10
         client.shutdown(socket.SHUT_RDWR)
         reader.join()
+
+
+class Full(Transport):
+    """The socket of a client that takes nothing of a reply."""
+
+    protocol: HeadCacheProtocol
+
+    def write(self, data: Any) -> None:
+        super().write(data)
+        if len(self.written) > UNCOUNTED_BYTES and not self.protocol.flow.write_paused:
+            self.protocol.pause_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return 0 if self.closed else len(self.written)
+
+    def take(self) -> None:
+        self.written = b""
+        self.protocol.resume_writing()
+
+    def abort(self) -> None:
+        super().abort()
+        asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+
+
+REPLY = bytes(100_000)
+HEAD = 100  # bytes of a reply beside its body, at most
+
+
+async def answer_much(scope: Scope, receive: Receive, send: Send) -> None:
+    await read_body(scope, receive, 10**6)
+    await send_reply(send, Reply(REPLY))
+
+
+def full_connection(server: Server) -> tuple[Full, HeadCacheProtocol]:
+    transport, protocol = server.connect()
+    assert isinstance(transport, Full)
+    transport.protocol, protocol.app = protocol, answer_much
+    return transport, protocol
+
+
+def test_replies_that_are_not_taken_count_and_one_too_many_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 clients kept 10 MiB each, with --max-memory-mib 100."""
+    monkeypatch.setattr("socketless_server.Transport", Full)
+
+    async def test() -> None:
+        server = Server(memory_bytes=2 * len(REPLY) + 3 * HEAD)
+        (leaves, left), (takes, taken), (_, third) = (full_connection(server) for _ in range(3))
+        memory = third.memory
+        for count, protocol in enumerate((left, taken), 1):
+            protocol.data_received(request(bytes(90_000)))  # whose bytes no longer count
+            await settled()
+            assert count * len(REPLY) < memory.used < count * (len(REPLY) + HEAD)
+        assert not server.refused
+        third.data_received(request())
+        await settled()
+        assert (third.lost, server.refused) == (True, ["memory"])
+        assert 2 * len(REPLY) < memory.used < 2 * (len(REPLY) + HEAD)
+        leaves.abort()
+        await settled()
+        assert len(REPLY) < memory.used < len(REPLY) + HEAD
+        takes.take()
+        assert memory.used == 0
+        assert not takes.closed
+
+    run(test)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_no_request_begins_behind_a_reply_that_is_not_taken(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    monkeypatch.setattr("socketless_server.Transport", Full)
+
+    async def test() -> None:
+        server = Server()
+        transport, protocol = full_connection(server)
+        begun = 0
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal begun
+            begun += 1
+            await answer_much(scope, receive, send)
+
+        protocol.app = counted
+        protocol.data_received(3 * request() if at_once else request())
+        for count in (1, 2, 3):
+            await settled()
+            if not at_once and count < 3:
+                protocol.data_received(request())  # of one who waits for nothing
+                await settled()
+            assert begun == count
+            assert len(REPLY) < len(transport.written) < len(REPLY) + HEAD
+            transport.take()
+        await settled()
+        assert (begun, protocol.is_idle(), protocol.memory.used, server.refused) == (3, True, 0, [])
+
+    run(test)

@@ -67,7 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._replied = 0.0  # when the last reply was written, time.monotonic()
         self._unread: asyncio.TimerHandle | None = None  # runs while the client does not take what was written
-        self._reserved = 0  # bytes of the budget
+        self._reserved = self._untaken = 0  # bytes of the budget: for the body, and of replies that nobody takes
         self._reading: asyncio.Future[Any] | None = None  # has the body until it is done
         self._answered: Any = None  # uvicorn's cycle of the request that runs; `cycle` may be one behind it
 
@@ -131,22 +131,28 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_unread()
         if self.transport.is_closing():
             self._limit_writing()
+        elif self._answered is None or self._answered.response_complete:
+            self.on_response_complete()  # again: it starts nothing before
 
     def _stop_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+            self.memory.give(self._untaken)
 
     def _limit_writing(self) -> None:
         unread = self.transport.get_write_buffer_size()
         if self._unread is None and (unread or self.transport.is_closing()):  # TLS waits for the client to close too
             seconds = self.limits.write_seconds + unread / self.limits.body_rate
             self._unread = self.loop.call_later(seconds, self._cut_unread)
+            self._untaken, self.memory.used = unread, self.memory.used + unread
+            if not self.memory.fits(-self._reserved):  # the body of what is answered is no longer needed
+                self._cut_unread("memory")
 
-    def _cut_unread(self) -> None:
+    def _cut_unread(self, reason: str = "slow_client") -> None:
         if self.transport.get_write_buffer_size():
             self.slow = True
-            self.on_refused("slow_client")
+            self.on_refused(reason)
         self.transport.abort()
 
     def write(self, data: bytes) -> None:
@@ -258,6 +264,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn would not notice that a client hangs up with a request behind another
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if self.flow.write_paused:  # its reply would wait uncounted behind the one before
+            self.pipeline.append((cycle, app))
+            return
         self._answered = cycle
         cycle.transport = SimpleNamespace(write=self.write, is_closing=self.transport.is_closing, close=self._end)
         super()._start_asgi_task(cycle, app)

@@ -9,14 +9,12 @@ from vitx.serve.server_core import ServerCore
 
 # Health probes come from machines without the token; the pages show nothing secret, and / asks for the token.
 WITHOUT_TOKEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
-_METRICS = "/metrics"
-_REPOSITORY = "/v2/repository"
+_METRICS, _REPOSITORY, _TAKES_FORMS = "/metrics", "/v2/repository", "/v1/classify"
 # No page has a use for these, of whatever origin.
 _NOT_FOR_BROWSERS = (_REPOSITORY, "/v2/systemsharedmemory", "/v2/cudasharedmemory")
 # What a page of another origin may send without asking first.
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _FORM_TYPES = ("text/plain", _URL_ENCODED, "multipart/form-data")
-_TAKES_FORMS = "/v1/classify"
 
 
 def check_allowed(scope: Scope, core: ServerCore, hosts: AllowedHosts) -> None:

@@ -10,10 +10,8 @@ from typing import IO
 
 from vitx.core.files import write_json
 
-_SUFFIX = ".worker"
+_SUFFIX, _LOCK, _UNLOADED = ".worker", "management.lock", "unloaded.json"
 LONGEST_SOCKET = len(f"/vitx-xxxxxxxx/9999-{time.time_ns()}{_SUFFIX}")  # in the temporary folder
-_LOCK = "management.lock"
-_UNLOADED = "unloaded.json"
 
 Handler = Callable[[str], Awaitable[bytes]]
 
