@@ -82,7 +82,7 @@ class ServeOptions(Options):
     max_header_kib: float = option(32, "Request line and headers.", ge=1)
     max_json_depth: int = option(16, "Nesting of a request's JSON.", ge=4)
     max_connections: int = option(1000, "Open connections; beyond, they get 503.", ge=1)
-    max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
+    max_memory_mib: float = option(1024, "Bodies in flight and replies not yet taken; workers share it evenly.", ge=1)
     header_timeout: float = option(10, "Seconds for a request's headers.", ge=0.1)
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
