@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+import vitx.export.engines.targets as targets
 from sandbox_jobs import crash_on_gelu
+from vitx.core.sandbox import ConversionCrashed
 from vitx.export.engines.reproduction import smallest_range, subgraph, write_reproduction
 
 
@@ -46,6 +48,18 @@ def test_the_smallest_part_that_crashes(graph: Path, tmp_path: Path) -> None:
         [sys.executable, str(tmp_path / "failed" / "reproduce.py")], env=environment, capture_output=True, check=False
     )
     assert finished.returncode == -signal.SIGSEGV
+
+
+def test_a_crash_that_does_not_come_again_is_not_reproduced(
+    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the system killed the process for memory: no part of the graph is to blame, and none is written."""
+    monkeypatch.setitem(targets.CONVERT, "openvino", os.path.getsize)
+    with pytest.raises(ConversionCrashed, match=r"^openvino died of SIGSEGV; with default options it did not crash ag"):
+        targets.convert_limited(
+            *("openvino", crash_on_gelu, graph), failed=tmp_path / "failed", seconds=60, memory_gib=8
+        )
+    assert [*tmp_path.iterdir()] == [graph]
 
 
 def test_inputs_and_outputs_of_a_part_have_types(graph: Path) -> None:

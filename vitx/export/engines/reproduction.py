@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 from onnx import shape_inference
 
-from vitx.core.errors import VitxError
+from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import staged_folder, write_bytes
 from vitx.core.sandbox import ConversionCrashed, run_limited
 
@@ -31,7 +31,8 @@ def write_reproduction(
     """Bisect the graph that crashed `convert`; write `subgraph.onnx` and `reproduce.py` into `folder`.
 
     `convert` is a function at the top of a module. It is called with the path of a graph in a process of its own, which
-    crashed unless it returned or raised a VitxError.
+    crashed unless it returned or raised a VitxError. Raises CheckFailed, and writes nothing, where the whole graph does
+    not crash it: the system may have killed the process for memory, or options that `convert` does not have decide.
     """
     # A part of the graph needs the types of the tensors where it was cut.
     graph = shape_inference.infer_shapes(onnx.load(str(graph_path)))
@@ -49,7 +50,10 @@ def write_reproduction(
                 return False
             return False
 
-        first, last = smallest_range(len(graph.graph.node), crashes)
+        count = len(graph.graph.node)
+        if not crashes(0, count - 1):
+            raise CheckFailed("with default options it did not crash again, so there is nothing to reproduce it with")
+        first, last = smallest_range(count, crashes)
         found = subgraph(graph, first, last)
         write_bytes(stage / "subgraph.onnx", found.SerializeToString())
         script = _SCRIPT.format(

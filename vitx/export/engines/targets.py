@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 
 from vitx.core.bundle import Base, Precision
+from vitx.core.errors import CheckFailed
 from vitx.core.files import write_bytes
 from vitx.core.preprocess import Preprocessing
 from vitx.core.sandbox import ConversionCrashed, run_limited
@@ -142,14 +143,11 @@ def convert_limited(
     try:
         run_limited(target, function, onnx_path, *arguments, seconds=seconds, memory_gib=memory_gib)
     except ConversionCrashed as crash:
-        part = write_reproduction(
-            onnx_path,
-            CONVERT[target],
-            failed,
-            str(crash),
-            seconds=min(seconds, BISECTION_SECONDS),
-            memory_gib=memory_gib,
-        )
+        limits = {"seconds": min(seconds, BISECTION_SECONDS), "memory_gib": memory_gib}
+        try:
+            part = write_reproduction(onnx_path, CONVERT[target], failed, str(crash), **limits)
+        except CheckFailed as reason:
+            raise ConversionCrashed(f"{crash}; {reason}") from None
         raise ConversionCrashed(
             f"{crash}; {len(part.graph.node)} nodes that do the same, and a script that shows it, are in {failed}"
         ) from None
