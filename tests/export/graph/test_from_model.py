@@ -328,6 +328,14 @@ def test_a_network_may_have_no_parameters_but_one_output(tmp_path: Path) -> None
     assert not (tmp_path / "two.onnx").exists()
 
 
+def test_a_network_that_no_file_holds_is_refused_before_it_is_traced(tmp_path: Path) -> None:
+    """As timm's ViT-g. On the meta device it takes no memory here."""
+    network = nn.Linear(2**15, 2**15, device="meta")
+    with pytest.raises(InputError, match=r"^the network has 4\.3 GB of weights: an ONNX file .* inside holds 2\.1 GB"):
+        onnx_from_model(network, Preprocessing(image_size=8), (), tmp_path / "large.onnx")
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize(
     ("pool", "labels", "message"),
     [

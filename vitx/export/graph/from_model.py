@@ -35,6 +35,8 @@ DEFAULT_OPSET = 20
 BFLOAT16_OPSET = 22
 OPSETS = range(18, 25)
 
+# In bytes: protobuf reads no larger message, and a bundle's graph has its weights inside.
+MOST_BYTES = 2**31 - 1
 # In elements. Above the exporter's own limit, so that views and transposes of weights are not computed at run time.
 FOLD_LIMIT = 2**28
 # In elements. Equal constants up to this size are stored once. The pass keeps a copy of each constant it compares, so
@@ -56,11 +58,13 @@ def onnx_from_model(
     Labels and preprocessing go into the metadata properties. The file passes ONNX's full check. `opset` decides the
     form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
 
-    Raises InputError for an opset outside 18 to 24, and for a network that PyTorch's exporter cannot trace, or that
-    returns anything but one vector an image, with as many logits as there are labels (any number if there are none).
+    Raises InputError for an opset outside 18 to 24, for a network whose weights do not fit one ONNX file, and for one
+    that PyTorch's exporter cannot trace, or that returns anything but one vector an image, with as many logits as there
+    are labels (any number if there are none).
     Raises CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, or
     (with `check`, which runs it in ONNX Runtime) differs from the network at batches that were never traced.
     """
+    _require_one_file(classifier)
     model = graph_of(classifier, preprocessing, opset=opset)
     model.metadata_props.update(
         {
@@ -156,6 +160,16 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
                 f"the graph differs from the network at a batch of {batch}: by {error:.2g} of the largest logit, "
                 f"{TOLERANCE:g} is allowed"
             )
+
+
+def _require_one_file(network: nn.Module) -> None:
+    """Raise InputError, before minutes are spent, for a network whose weights do not fit one ONNX file."""
+    size = sum(weight.nbytes for weight in network.parameters())
+    if size > MOST_BYTES:
+        raise InputError(
+            f"the network has {size / 1e9:.1f} GB of weights: an ONNX file with its weights inside holds "
+            f"{MOST_BYTES / 1e9:.1f} GB, and lower precisions are made of the float32 file; take a smaller network"
+        )
 
 
 def _require_dynamic_batch(model: Any) -> None:
