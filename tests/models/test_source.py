@@ -185,6 +185,9 @@ def test_a_value_is_a_literal_or_a_text(text: str, value: Any) -> None:
             ["img_size=(32, 48)"],
             "--model-arg img_size=[32, 48]: expected the side of a square in pixels, such as 384",
         ),
+        (["img_size=0"], "--model-arg img_size=0: expected the side of a square in pixels, such as 384"),
+        (["img_size=[32]"], "--model-arg img_size=[32]: expected the side of a square in pixels, such as 384"),
+        (["img_size=32px"], "--model-arg img_size=32px: expected the side of a square in pixels, such as 384"),
         (
             ["img_size=None"],
             "--model-arg img_size=None: timm leaves out what is None, whatever its name: leave it out",

@@ -148,8 +148,9 @@ def _parsed_arguments(network: str, given: Sequence[str]) -> dict[str, Any]:
         arguments[key] = _literal(argument, text)
         if arguments[key] is None:
             raise InputError(f"--model-arg {argument}: timm leaves out what is None, whatever its name: leave it out")
-    size = arguments.get("img_size")
-    if isinstance(size, list) and len(size) == 2 and size[0] != size[1]:  # before minutes are spent on the weights
+    size = arguments.get("img_size", 1)
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    if type(height) is not int or height < 1 or height != width:  # before minutes are spent on the weights
         raise InputError(f"--model-arg img_size={size}: expected the side of a square in pixels, such as 384")
     return arguments
 
@@ -223,8 +224,8 @@ def _source_from_model(request: SourceRequest) -> Source:
         random = ("its classifier",)
     if "img_size" in arguments:
         size = arguments["img_size"]
-        height, width = size if isinstance(size, list) else (size, size)
-        config = replace(config, input_size=(3, height, width))
+        side = size[0] if isinstance(size, list) else size
+        config = replace(config, input_size=(3, side, side))
     return Source(
         name=str(request.target),
         model=model.eval(),
