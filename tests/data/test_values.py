@@ -1,6 +1,7 @@
 """Image sets to the last value: digests, keys, names and messages, and what is preferred where there is a choice."""
 
 import io
+import os
 import pickle
 import tarfile
 from contextlib import chdir
@@ -123,6 +124,14 @@ def test_a_class_in_two_unicode_forms(tmp_path: Path) -> None:
         InputError,
         match=r"val has 'caf\u00e9', but spelled in another Unicode form \(NFC or NFD\) than in .*train: rename",
     ):
+        class_names_in(tmp_path)
+
+
+def test_the_name_of_a_class_is_utf_8(tmp_path: Path) -> None:
+    """Linux takes any bytes; a graph, whose metadata has the names, does not."""
+    for split in ("train", "val"):
+        (tmp_path / split / os.fsdecode(b"caf\xe9")).mkdir(parents=True)
+    with pytest.raises(InputError, match=r"train' has a folder whose name is not UTF-8, 'caf\\udce9': rename it$"):
         class_names_in(tmp_path)
 
 

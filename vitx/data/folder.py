@@ -103,9 +103,14 @@ def class_names_in(root: Path) -> tuple[str, ...]:
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """The names of the folders in `folder`, sorted; raise InputError where two look the same: they are one class."""
+    """The names of the folders in `folder`, sorted; raise InputError where two look the same: they are one class.
+
+    And for one that is not UTF-8, as archives of old systems unpack: no graph, certificate or answer can hold it.
+    """
     names, seen = folders_in(folder), set[str]()
     for name in names:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise InputError(f"'{folder}' has a folder whose name is not UTF-8, {name!a}: rename it")
         if (composed := normalize("NFC", name)) in seen:
             raise InputError(
                 f"'{folder}' has '{composed}' twice, in two Unicode forms (NFC and NFD): move the images of both into "
