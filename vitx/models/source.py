@@ -234,7 +234,7 @@ def _source_from_model(request: SourceRequest) -> Source:
         preprocessing=preprocessing_of(config),
         data=request.data or "",
         checkpoint=request.weights,
-        checkpoint_sha256=_weights_digest(model),
+        checkpoint_sha256=weights_digest(model),
         random=random,
     )
 
@@ -302,7 +302,7 @@ def _pretrained(spec: ModelSpec) -> nn.Module:
     return published_model(spec, remedy)
 
 
-def _weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module) -> str:
     """sha256 over the names and bytes of all tensors."""
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):

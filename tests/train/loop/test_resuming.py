@@ -160,6 +160,13 @@ def test_images_that_were_made_anew_under_their_names_are_said_and_not_refused()
     assert begun.model_copy(update={"data": before}).differences(now) == []  # a run from before it was written
 
 
+def test_a_teacher_that_was_trained_on_is_said() -> None:
+    begun, now = (seen("a/0.png").model_copy(update={"teacher": digest}) for digest in ("of epoch 5", "of epoch 9"))
+    assert begun.differences(now) == ["with a teacher whose weights are not those it was begun with"]
+    assert now.differences(now) == []
+    assert seen("a/0.png").differences(now) == []  # a run from before it was written
+
+
 def test_a_large_set_is_not_read_whole_at_the_start() -> None:
     read: list[int] = []
 

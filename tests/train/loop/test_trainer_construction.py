@@ -135,12 +135,13 @@ def test_averages_are_sharded_with_the_network(
 def test_a_checkpoint_to_start_from_and_a_teacher(asked: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     (network,) = asked["network"]
     moved: list[Any] = []
-    teacher = SimpleNamespace(to=moved.append)
+    teacher = SimpleNamespace(to=moved.append, sha256="of its weights")
     monkeypatch.setattr(module, "load_teacher", lambda *given: teacher)
     trainer = built("model.initial_checkpoint=weights.safetensors")
     assert asked["load_initial_weights"] == [((network, SPEC, "weights.safetensors"), {"quiet": True})]
     assert asked["Objective"] == [((network, trainer.recipe, 2, teacher), {})]
     assert moved == [CPU]
+    assert trainer.teacher_sha256 == "of its weights"
     assert network.distilled == [True]
     monkeypatch.setattr(module, "apply_execution", lambda *given, **named: nn.Linear(1, 1))
     built()  # a network of one head has no such method
@@ -216,7 +217,7 @@ def test_a_new_run_is_made_by_one_process(
     object.__setattr__(trainer.processes, "agreed", lambda read, error: agreed.append((read(), error)))
     trainer.open_run()
     assert folders == made
-    assert asked == [((CPU, trainer.train_images, "val"), {"processes": 2})]
+    assert asked == [((CPU, trainer.train_images, "val"), {"processes": 2, "teacher": ""})]
     assert agreed == [("data", "the processes see other images than each other: copy the same to each node")]
 
 

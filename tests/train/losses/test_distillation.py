@@ -92,6 +92,22 @@ def test_a_teacher_of_timm_from_a_file(tmp_path: Path) -> None:
     assert not any(parameter.requires_grad for parameter in teacher.network.parameters())
 
 
+def test_a_student_that_goes_on_with_another_teacher_is_told_so(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (f"distillation.teacher=timm:resnet10t@{tmp_path / 'teacher.safetensors'}", "workers=0")
+    recipe = recipe_of(*TINY, *settings).on_data(str(image_folder))
+    said = "resumed with a teacher whose weights are not those it was begun with"
+    for network, changed in ((0, False), (0, False), (1, True)):
+        torch.manual_seed(network)
+        weights: Any = timm.create_model("resnet10t", num_classes=3).state_dict()
+        save_file(weights, tmp_path / "teacher.safetensors")
+        trainer = trainer_of(recipe, tmp_path / "student")
+        trainer.quiet = False
+        trainer.open_run()
+        assert (said in capsys.readouterr().err.splitlines()) is changed
+
+
 def test_a_teacher_without_a_classifier_of_these_classes_is_refused(tmp_path: Path) -> None:
     network: Any = timm.create_model("vit_tiny_patch16_224", num_classes=5)
     save_file(network.state_dict(), tmp_path / "teacher.safetensors")

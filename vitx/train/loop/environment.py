@@ -55,6 +55,7 @@ class RunEnvironment(Record):
     threads: int = Field(description="threads of one torch operation; another number rounds differently")
     processes: int = Field(default=1, description="that train together; another number rounds differently")
     data: dict[str, DataRecord]
+    teacher: str = Field(default="", description="sha256 of the weights that teach; '' without, as in older runs")
     command: str = Field(default="", description="the process's command line")
     commit: str = Field(default="", description="of vitx's clone, +changes where files differ; '' for a package")
 
@@ -64,7 +65,9 @@ class RunEnvironment(Record):
         return read_record(run / ENVIRONMENT_FILE, cls)
 
     @classmethod
-    def now(cls, device: torch.device, train: ImageSet, val: ImageSet, *, processes: int = 1) -> Self:
+    def now(
+        cls, device: torch.device, train: ImageSet, val: ImageSet, *, processes: int = 1, teacher: str = ""
+    ) -> Self:
         return cls(
             machine=describe_machine(),
             versions=installed_versions(),
@@ -72,12 +75,13 @@ class RunEnvironment(Record):
             threads=torch.get_num_threads(),
             processes=processes,
             data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
+            teacher=teacher,
             command=_command(),
             commit=_commit(),
         )
 
     def differences(self, other: "RunEnvironment") -> list[str]:
-        """Say in words what makes `other` round differently (device, threads, versions …), and if images changed."""
+        """Say what makes `other` round differently (device, threads, versions …), and if images or teacher changed."""
         begun, now = (
             {"device": each.device, "threads": each.threads, "processes": each.processes, **each.versions}
             for each in (self, other)
@@ -88,6 +92,8 @@ class RunEnvironment(Record):
         for split, record in self.data.items():
             if record.sample_sha256 not in ("", other.data[split].sample_sha256):
                 said.append(f"on {split} images that are not those it was begun with, though their names are")
+        if self.teacher not in ("", other.teacher):
+            said.append("with a teacher whose weights are not those it was begun with")
         return said
 
     def check_same_data(self, other: "RunEnvironment") -> None:

@@ -140,6 +140,7 @@ class Trainer:
     """
 
     step_log: StepLog | None = None  # of the process that writes, while the run trains
+    teacher_sha256 = ""  # of the weights that teach, if any do
     started = seconds_before = 0.0  # when the epoch under way began, and what it had taken when it was saved
 
     def __init__(
@@ -197,6 +198,7 @@ class Trainer:
         )
         teacher = load_teacher(recipe.distillation, recipe.preprocessing, class_names)
         if teacher is not None:
+            self.teacher_sha256 = teacher.sha256
             teacher.to(self.device)
             # DeiT's distilled networks then return the logits of both heads; others have no such method.
             getattr(self.model, "set_distilled_training", lambda _: None)(True)
@@ -208,7 +210,11 @@ class Trainer:
     def open_run(self) -> None:
         """Make the run folder, or resume from the one that exists."""
         environment = RunEnvironment.now(
-            self.device, self.train_images, self.val_images, processes=self.processes.count
+            self.device,
+            self.train_images,
+            self.val_images,
+            processes=self.processes.count,
+            teacher=self.teacher_sha256,
         )
         self.processes.agreed(
             lambda: environment.data, "the processes see other images than each other: copy the same to each node"

@@ -17,6 +17,7 @@ from vitx.core.run import ModelSpec, RunFolder
 from vitx.models import load_run_model
 from vitx.models.build import require_network
 from vitx.models.public_checkpoint import load_whole_checkpoint, published_model
+from vitx.models.source import weights_digest
 from vitx.train.recipes.optimization_settings import Distillation
 
 TIMM = "timm:"
@@ -49,6 +50,11 @@ class Teacher:
         mean_S, std_S, mean_T, std_T = map(_per_channel, (student.mean, student.std, mean, std))
         # x_T = (x_S·std_S + mean_S − mean_T)/std_T, from student (S) to teacher (T), as one scale and shift.
         self.scale, self.shift = std_S / std_T, (mean_S - mean_T) / std_T
+
+    @property
+    def sha256(self) -> str:
+        """Of its weights: a run that goes on may have another best epoch by the time its student is resumed."""
+        return weights_digest(self.network)
 
     def to(self, device: torch.device) -> "Teacher":
         self.network.to(device)
