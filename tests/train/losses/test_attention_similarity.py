@@ -207,7 +207,9 @@ def test_what_cannot_be_compared_is_refused(model: Any) -> None:
         qkv_similarity_loss(blocks)
     resnet = timm.create_model("resnet10t")
     with (
-        pytest.raises(InputError, match=r"ResNet has 0 attention layers to compare: set losses\.attention=0"),
+        pytest.raises(
+            InputError, match=r"ResNet has 0 of vitx's attention layers, which .* compares: set losses\.attention=0"
+        ),
         record_qkv(resnet),
     ):
         pass

@@ -17,6 +17,7 @@ from reference import attention_similarity_loss
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.models import attention_maps, forward_with_tokens
+from vitx.train.loop.network import build_network, model_spec
 from vitx.train.losses import objective
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, unmixed
 from vitx.train.losses.distillation import Teacher
@@ -389,16 +390,24 @@ def test_the_grid_is_that_of_a_square_embedding() -> None:
     assert patch_grid(SimpleNamespace(patch_embed=embedding)) == PatchGrid(8, 4)  # type: ignore[arg-type]
 
 
+def test_an_argument_that_a_network_does_not_take_is_told_in_timms_words() -> None:
+    recipe = apply_overrides(RECIPE, ["model.name=mixer_s32_224", "model.kwargs.num_blocks=2"])
+    assert recipe.losses.mixing, "whose patch_head is refused, too"
+    with pytest.raises(InputError, match=r"does not take these arguments: .*multiple values for .* 'num_blocks'"):
+        build_network(recipe, model_spec(recipe, 3))
+
+
 def test_a_network_without_attention_has_nothing_to_compare() -> None:
     off = ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0", "cutmix.probability=0"]
     recipe = apply_overrides(RECIPE, [*off, "losses.attention=0.1"])
-    with pytest.raises(InputError, match="0 attention layers to compare"):
+    with pytest.raises(InputError, match="0 of vitx's attention layers, which"):
         check_model(recipe, timm.create_model("resnet10t"))
     check_model(recipe, timm.create_model("deit_digits", depth=2))
     with pytest.raises(InputError) as refused:
         check_model(recipe, timm.create_model("deit_digits", depth=1))
     assert str(refused.value) == (
-        "VisionTransformer has 1 attention layers to compare: set losses.attention=0, or choose a model of "
+        "VisionTransformer has 1 of vitx's attention layers, which losses.attention compares: set "
+        "losses.attention=0, or choose a model of "
         "`vitx models`"
     )
 

@@ -36,13 +36,17 @@ def model_spec(recipe: Recipe, num_classes: int) -> ModelSpec:
 
 def build_network(recipe: Recipe, spec: ModelSpec) -> nn.Module:
     """Build the network with random weights; raise InputError if the recipe's images or losses do not fit."""
+    refused: InputError | None = None
     try:
         model = build_model(spec)
-    except InputError:
-        # A network without a patch head refuses the argument: then name the loss that needs it.
+    except InputError as error:
+        refused = error
+    if refused:
+        # A network without a patch head refuses the argument: then name the loss that needs it. Not while the error is
+        # handled: of an argument that is given twice CPython 3.11 would then say nothing but its name.
         kwargs = {name: value for name, value in spec.kwargs.items() if name != "patch_head"}
         check_model(recipe, build_model(spec.model_copy(update={"kwargs": kwargs})))
-        raise
+        raise refused
     check_model(recipe, model)
     _check_forward(model, spec.name, recipe.preprocessing.image_size)
     return model

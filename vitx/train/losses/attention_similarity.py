@@ -84,8 +84,8 @@ def record_qkv(model: nn.Module) -> Iterator[list[BlockQkv]]:
     layers = [module for module in model.modules() if isinstance(module, HeadMixAttention)]
     if len(layers) < 2:
         raise InputError(
-            f"{type(model).__name__} has {len(layers)} attention layers to compare: set losses.attention=0, or choose "
-            "a model of `vitx models`"
+            f"{type(model).__name__} has {len(layers)} of vitx's attention layers, which losses.attention "
+            "compares: set losses.attention=0, or choose a model of `vitx models`"
         )
     recorded: list[BlockQkv] = []
     with ExitStack() as hooks:
