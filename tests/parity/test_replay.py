@@ -169,24 +169,26 @@ def test_verify_on_other_images_is_refused(bundle: Bundle, tmp_path: Path, vitx:
     ],
 )
 def test_a_manifest_of_another_graph_is_refused(
-    bundle: Bundle, vitx: Vitx, changes: dict[str, object], fault: str
+    bundle: Bundle, tiny_run: RunFolder, vitx: Vitx, changes: dict[str, object], fault: str
 ) -> None:
+    """Replayed, and before it is certified: a coarser precision would widen the limit of its logits."""
     write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update=changes))
     certificate = bundle.certificate()
     assert certificate is not None
     subject = Bundle.open(bundle.path).subject()
     write_json(bundle.path / CERTIFICATE, certificate.model_copy(update={"subject": subject}).sealed())
-    code, _, err = vitx("parity", "--verify", bundle.path, "--device", "cpu", "--quiet")
-    assert code == 1
-    assert f"error: '{bundle.model_path}' {fault}: export it again" in err
+    for command in (("--verify", bundle.path), (tiny_run.path, bundle.path)):
+        code, _, err = vitx("parity", *command, "--device", "cpu", "--quiet")
+        assert code == 1
+        assert f"error: '{bundle.model_path}' {fault}: export it again" in err
 
 
 def test_where_no_onnx_is_installed_it_is_said_that_the_graph_is_not_looked_at(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vitx.parity import replay
+    from vitx.parity import certification
 
-    monkeypatch.setattr(replay, "find_spec", lambda name: None)
-    replay.check_graph(bundle)
-    said = "verify: the graph is not held against the manifest's precision: onnx is not installed"
+    monkeypatch.setattr(certification, "find_spec", lambda name: None)
+    certification.check_graph(bundle)
+    said = "parity: the graph is not held against the manifest's precision: onnx is not installed"
     assert capsys.readouterr().err.strip() == said

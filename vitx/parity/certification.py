@@ -7,11 +7,12 @@ returns the certificate.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, WITNESS, Bundle, Precision, timestamp
+from vitx.core.bundle import CERTIFICATE, MANIFEST, WITNESS, Bundle, Precision, timestamp
 from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
@@ -137,13 +138,15 @@ def certify_models(
     token_similarity: called once the checks below have passed, for it takes a pass over some images. add_evidence:
     called before a passing certificate is written; it may put a witness set into the bundle, and returns the bundle
     with it. Raises InputError when a model's classes are not the images' or the images are too few, CheckFailed for a
-    stale engine and for a session that does not run where it was asked to.
+    stale engine, for a manifest of another precision than its graph's, and for a session that does not run where it was
+    asked to.
     """
     for model in (reference, candidate):
         check_labels(images, model.labels)
         check_provider(model, device)
         if model.bundle is not None:
             check_engines(model.bundle)
+            check_graph(model.bundle, quiet=quiet)
     check_image_count(len(images), max_flip_rate)
     bundle = candidate.bundle
     if write:
@@ -269,6 +272,33 @@ def check_engines(bundle: Bundle) -> None:
                 f"stale engine: {Path(name).name} was built from graph {plan.onnx_sha256[:16]}… and "
                 f"the bundle holds {graph[:16]}…: export the bundle again"
             )
+
+
+def check_graph(bundle: Bundle, *, quiet: bool = False) -> None:
+    """Raise CheckFailed where the manifest says another operator set or precision than the bundle's graph has.
+
+    A coarser precision would widen the limit of its logits.
+    """
+    if find_spec("onnx") is None:
+        log("parity: the graph is not held against the manifest's precision: onnx is not installed", quiet=quiet)
+        return
+    from vitx.export.engines.tensorrt_graph import precision_of
+    from vitx.export.graph.dataflow import STANDARD, read_onnx
+
+    graph, manifest = read_onnx(bundle.model_path), bundle.manifest
+    opsets = [entry.version for entry in graph.opset_import if entry.domain in STANDARD]
+    if opsets != [manifest.opset]:
+        raise CheckFailed(
+            f"'{bundle.model_path}' is of opset {', '.join(map(str, opsets))}, and {MANIFEST} says {manifest.opset}: "
+            "export it again"
+        )
+    kept = manifest.islands or manifest.lowering.get("not_quantized")  # perhaps all of it
+    weights = precision_of(graph)
+    holds = weights in ("fp32", "none") if manifest.precision == "fp32" else manifest.precision in weights or kept
+    if not holds:
+        raise CheckFailed(
+            f"'{bundle.model_path}' has weights in {weights}, and {MANIFEST} says {manifest.precision}: export it again"
+        )
 
 
 def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:

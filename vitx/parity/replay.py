@@ -3,7 +3,6 @@
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +25,7 @@ from vitx.parity.certification import (
     bundle_batch_sizes,
     certify,
     check_engines,
+    check_graph,
     check_provider,
 )
 from vitx.parity.comparison import REFERENCE_BATCH, Comparison, answers_ece, infer
@@ -128,33 +128,6 @@ def verify_files(bundle: Bundle) -> Certificate:
     check_engines(bundle)
     bundle.latency()  # raises for a damaged record
     return certificate
-
-
-def check_graph(bundle: Bundle, *, quiet: bool = False) -> None:
-    """Raise CheckFailed where the manifest says another operator set or precision than the bundle's graph has.
-
-    A coarser precision would widen the limit of its logits.
-    """
-    if find_spec("onnx") is None:
-        log("verify: the graph is not held against the manifest's precision: onnx is not installed", quiet=quiet)
-        return
-    from vitx.export.engines.tensorrt_graph import precision_of
-    from vitx.export.graph.dataflow import STANDARD, read_onnx
-
-    graph, manifest = read_onnx(bundle.model_path), bundle.manifest
-    opsets = [entry.version for entry in graph.opset_import if entry.domain in STANDARD]
-    if opsets != [manifest.opset]:
-        raise CheckFailed(
-            f"'{bundle.model_path}' is of opset {', '.join(map(str, opsets))}, and {MANIFEST} says {manifest.opset}: "
-            "export it again"
-        )
-    kept = manifest.islands or manifest.lowering.get("not_quantized")  # perhaps all of it
-    weights = precision_of(graph)
-    holds = weights in ("fp32", "none") if manifest.precision == "fp32" else manifest.precision in weights or kept
-    if not holds:
-        raise CheckFailed(
-            f"'{bundle.model_path}' has weights in {weights}, and {MANIFEST} says {manifest.precision}: export it again"
-        )
 
 
 def certified_images(
