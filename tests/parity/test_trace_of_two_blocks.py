@@ -16,7 +16,14 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph.execution import open_session
 from vitx.parity import divergence
-from vitx.parity.divergence import Trace, compare_token_similarity, repair, require_block_names, trace_layers
+from vitx.parity.divergence import (
+    LayerError,
+    Trace,
+    compare_token_similarity,
+    repair,
+    require_block_names,
+    trace_layers,
+)
 
 MEAN, STD = (0.25, 0.5, 0.375), (0.5, 0.25, 0.75)
 PREPARED = Preprocessing(image_size=2, mean=MEAN, std=STD)
@@ -88,6 +95,9 @@ def block(numbers: Numbers, index: int, tokens: Array) -> Array:
 
 def head(numbers: Numbers, tokens: Array) -> Array:
     return np.asarray(tokens.mean(axis=1) @ HEAD.T + numbers.head_bias)
+
+
+LOGITS = forward(Numbers())["logits"]
 
 
 def graph_of(numbers: Numbers, *, joined: bool = False) -> onnx.ModelProto:
@@ -197,6 +207,26 @@ def test_the_same_function_differs_nowhere() -> None:
     found = traced(Numbers())
     assert max(layer.error for layer in found.layers) < 1e-6
     assert max(layer.own or 0 for layer in found.layers) < 1e-6
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-4), ("fp16", 0.02 * LOGITS.std())])
+def test_within_the_limits_of_a_certificate_no_layer_is_to_blame(precision: Any, allowed: float) -> None:
+    def traced_with(change: float) -> Trace:
+        graph = graph_of(Numbers(head_bias=HEAD_BIAS + np.float32(change)))
+        return trace_layers(Network(), PREPARED, graph, IMAGES, precision=precision)
+
+    within, beyond = traced_with(0.99 * allowed), traced_with(1.01 * allowed)
+    assert (within.culprit, within.cause, beyond.culprit) == (None, None, "logits")
+    logits = within.layers[-1]
+    numbers = f"relative error {logits.error:.3g}, {logits.own:.3g} of it its own"
+    assert str(within) == f"the layers agree on 10 images, 8 at a time: logits adds most ({numbers})"
+
+
+def test_layers_whose_tokens_collapse_do_not_agree() -> None:
+    logits = torch.zeros(2, 3)
+    rows = (LayerError("embedding", 0.1, None, 0.25, 0.25), LayerError("blocks.0", 0.2, 0.2, 0.5, 0.5625))
+    assert not divergence._agree(rows, logits, logits, "int8")
+    assert divergence._agree(rows[:1], logits, logits, "int8")
 
 
 def test_only_eight_bit_floats_run_without_fusions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from vitx.core.bundle import Base, Precision
 from vitx.core.certificate import TokenSimilarity
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.tolerance import SHARE_OF_STD, SIMILARITY_ALLOWED
+from vitx.core.tolerance import SHARE_OF_STD, SIMILARITY_ALLOWED, allowed_logit_error
 from vitx.export.graph.block_names import EMBEDDING, block_name
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.graph.execution import batches, logits_of, open_session, run_with_outputs
@@ -61,19 +61,23 @@ class LayerError:
 class Trace:
     """Error by layer on `images` images.
 
-    culprit: the layer of the largest own error. cause: the one weight that explains it, if one does.
+    culprit: the layer of the largest own error; None where the logits and CosSim are within the limits of a
+    certificate. cause: the one weight that explains it, if one does.
     """
 
     images: int
     layers: tuple[LayerError, ...]
-    culprit: str
+    culprit: str | None
     cause: str | None = None
 
     def __str__(self) -> str:
-        layer = next(layer for layer in self.layers if layer.name == self.culprit)
+        named = self.culprit or _largest_own(self.layers)
+        layer = next(layer for layer in self.layers if layer.name == named)
         own = "" if layer.own is None else f", {layer.own:.3g} of it its own"
-        cause = "" if self.cause is None else f": {self.cause}"
-        return f"{self.culprit} diverges first (relative error {layer.error:.3g}{own}){cause}"
+        numbers = f"relative error {layer.error:.3g}{own}"
+        if self.culprit is None:
+            return f"the layers agree on {self.images} images, {BATCH} at a time: {named} adds most ({numbers})"
+        return f"{named} diverges first ({numbers})" + ("" if self.cause is None else f": {self.cause}")
 
 
 @dataclass(frozen=True)
@@ -137,15 +141,17 @@ def trace_layers(
     network = _Network(model, preprocessing)
     require_block_names(graph, model)
     sums = {name: _ErrorSums() for name in network.names}
+    logits = []
     for expected, found in _tensors_of_both(network, graph, images, precision):
+        logits.append((expected[LOGITS], found[LOGITS]))
         for name, value in found.items():
             sums[name].add(expected[name], value, tokens_before_patches(model, expected[name]))
         if own:
             for before, name in pairwise(network.names):
                 sums[name].add_own(network.output(name, found[before]), found[name])
     layers = tuple(sums[name].result(name) for name in network.names)
-    culprit = _culprit(layers)
-    cause = _weight_mistake(network, culprit, images, graph, precision) if own else None
+    culprit = None if _agree(layers, *map(torch.cat, zip(*logits, strict=True)), precision) else _culprit(layers)
+    cause = _weight_mistake(network, culprit, images, graph, precision) if own and culprit else None
     return Trace(len(images), layers, culprit, cause)
 
 
@@ -402,11 +408,24 @@ def _tensors_of_both(
         yield expected, found
 
 
+def _agree(layers: tuple[LayerError, ...], expected: Tensor, found: Tensor, precision: Precision) -> bool:
+    """Whether logits (N, C) and CosSim differ by no more than a certificate allows: no layer is wrong."""
+    allowed = allowed_logit_error(precision, float(expected.std(correction=0)))
+    both = [(layer.similarity_reference, layer.similarity_candidate) for layer in layers]
+    moved = [abs(after - before) for before, after in both if before is not None and after is not None]
+    most = SIMILARITY_ALLOWED[precision]
+    return bool((found - expected).abs().max() <= allowed) and all(change <= most for change in moved)
+
+
 def _culprit(layers: tuple[LayerError, ...]) -> str:
     """The first layer that is not finite, or the one with the largest error of its own."""
     for layer in layers:
         if not math.isfinite(layer.error):
             return layer.name
+    return _largest_own(layers)
+
+
+def _largest_own(layers: tuple[LayerError, ...]) -> str:
     own = [(layer.own, layer.name) for layer in layers if layer.own is not None]
     # The embedding reads the image itself: its error is its own.
     return max([(layers[0].error, layers[0].name), *own])[1]
