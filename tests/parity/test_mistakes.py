@@ -101,6 +101,7 @@ def expected_normalizations() -> list[tuple[str, Float32Array]]:
         for cause, numbers in (
             ("mean and std are swapped", (std, mean)),
             ("mean and std are left out", ((0, 0, 0), (1, 1, 1))),
+            ("mean and std are applied twice", ((0.375, 0.5625, 0.9375), (0.25, 0.015625, 0.0625))),
             ("pixels are not divided by 255", over_255),
             ("mean and std are ImageNet's", ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
             ("mean and std are 0.5", ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))),
@@ -129,6 +130,12 @@ def expected_labels() -> list[tuple[str, Float32Array]]:
     return [(f"labels are {name}", logits[:, order]) for name, order in orders.items()]
 
 
+def expected_scales() -> list[tuple[str, Float32Array]]:
+    powers = np.exp(logits_of(PIXELS_OF_IMAGES).astype(np.float64))
+    probabilities = powers / powers.sum(axis=1, keepdims=True)
+    return [("log probabilities, not logits", np.log(probabilities)), ("probabilities, not logits", probabilities)]
+
+
 def test_every_mistake_and_the_logits_it_leads_to() -> None:
     made: list[Linear] = []
 
@@ -139,15 +146,16 @@ def test_every_mistake_and_the_logits_it_leads_to() -> None:
     reference = Linear()
     found = mistakes(reference=reference, renormalized=renormalized)
     expected = expected_channels(renormalized=True) + expected_normalizations()
-    assert_mistakes(found, expected + expected_preparations() + expected_labels())
+    assert_mistakes(found, expected + expected_preparations() + expected_labels() + expected_scales())
     # Reversed channels, rows and columns, three filters and three crops; forty images, 32 at a time.
     assert reference.batches == [32, 8] * 8
-    assert [(session.batches, session.ended) for session in made] == [([32, 8], True)] * 6
+    assert [(session.batches, session.ended) for session in made] == [([32, 8], True)] * 7
 
 
 def test_without_a_reference_of_other_normalisation_none_is_tried() -> None:
     found = mistakes(renormalized=None)
-    assert_mistakes(found, expected_channels(renormalized=False) + expected_preparations() + expected_labels())
+    expected = expected_channels(renormalized=False) + expected_preparations() + expected_labels() + expected_scales()
+    assert_mistakes(found, expected)
 
 
 @pytest.mark.parametrize("mean", [(0.0, 0.5, 0.5), (0.5, 0.5, 0.0), (0.0, 0.0, 0.0)])
@@ -239,6 +247,30 @@ PIXELS = numbered_images([0] * 8, ("a", "b", "c"))
 
 def diagnosed(candidate: Session, allowed: float, reference: Session | None = None) -> Diagnosis:
     return diagnose(reference or TableSession(TABLE), candidate, PIXELS, PIXEL, allowed=allowed)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ([0, 1, 4, 3, 2], "2 of 5: 2 has the logits of 4, 4 has the logits of 2"),
+        # As names are sorted: 0, 1, 10, 2, …
+        ([2, 3, 0, 4, 1], "5 of 5: 0 has the logits of 2, 1 has the logits of 3, 2 has the logits of 0"),
+        ([0, 1, 2, 2, 4], "1 of 5: 3 has the logits of 2"),
+    ],
+)
+def test_classes_in_any_other_order_are_named(order: list[int], words: str) -> None:
+    logits = np.random.default_rng(3).integers(-40, 40, (8, 5)).astype(np.float32)
+    found = diagnosed(TableSession(logits[:, order]), 1e-3, TableSession(logits))
+    assert found.cause == f"labels are in another order, {words}"
+    assert found.remaining_error == 0
+
+
+def test_what_comes_behind_a_softmax_is_named() -> None:
+    powers = np.exp(TABLE.astype(np.float64) / 8)
+    probabilities = powers / powers.sum(axis=1, keepdims=True)
+    for logits, cause in ((probabilities, "probabilities, not logits"), (np.log(probabilities), "log probabilities")):
+        found = diagnosed(TableSession(logits), 1e-4, TableSession(TABLE / 8))
+        assert str(found.cause).startswith(cause)
 
 
 def test_a_mistake_leaves_no_more_than_is_allowed() -> None:

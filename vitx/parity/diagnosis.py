@@ -11,7 +11,7 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocessing, Triple, UInt8Array
-from vitx.core.probabilities import Float64Array
+from vitx.core.probabilities import Float64Array, log_softmax
 from vitx.data.image_set import ImageSet
 from vitx.parity.comparison import difference, infer, prepared
 from vitx.runtimes.session import Float32Array, Session
@@ -75,10 +75,21 @@ def diagnose(
         return Diagnosis(text, error, error_alone)
     # From here on an image's logits alone: what is left of the error is not of the batch.
     mistakes = _ReferenceWithMistakes(reference, sample, preprocessing, pixels, expected, renormalized)
-    remaining, cause = min((float(difference(logits, alone).max()), cause) for cause, logits in mistakes.all())
-    if remaining <= min(allowed, EXPLAINED * error_alone):
-        return Diagnosis(cause, error, remaining)
+    for tried in (mistakes.all(), (_reordered(expected, alone),)):
+        remaining, cause = min((float(difference(logits, alone).max()), cause) for cause, logits in tried)
+        if remaining <= min(allowed, EXPLAINED * error_alone):
+            return Diagnosis(cause, error, remaining)
     return _systematic(expected, alone, error)
+
+
+def _reordered(expected: Float32Array, found: Float32Array) -> tuple[str, Float32Array]:
+    """Of each class of the candidate the reference's that is nearest, and their logits; all (n, C)."""
+    reference, candidate = expected.astype(np.float64), found.astype(np.float64)
+    # ‖found − expected‖² of each two columns, less ‖found‖².
+    nearest = (np.square(reference).sum(axis=0) - 2 * candidate.T @ reference).argmin(axis=1)
+    moved = np.flatnonzero(nearest != np.arange(len(nearest)))
+    pairs = ", ".join(f"{place} has the logits of {nearest[place]}" for place in moved[:3])
+    return f"labels are in another order, {len(moved)} of {len(nearest)}: {pairs}", expected[:, nearest]
 
 
 def _systematic(expected: Float32Array, found: Float32Array, error: float) -> Diagnosis:
@@ -114,6 +125,9 @@ class _ReferenceWithMistakes:
         yield from self._normalizations()
         yield from self._preparations()
         yield from self._labels()
+        log_probabilities = log_softmax(self.expected).astype(np.float32)
+        yield "log probabilities, not logits", log_probabilities
+        yield "probabilities, not logits", np.exp(log_probabilities)
 
     def _channels(self) -> Iterator[tuple[str, Float32Array]]:
         reversed_channels = np.ascontiguousarray(self.pixels[..., ::-1])
@@ -137,6 +151,7 @@ class _ReferenceWithMistakes:
         for cause, other_mean, other_std in (
             *swapped,
             ("mean and std are left out", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+            ("mean and std are applied twice", *_twice(mean, std)),
             ("pixels are not divided by 255", _over_255(mean), _over_255(std)),
             ("mean and std are ImageNet's", IMAGENET_MEAN, IMAGENET_STD),
             ("mean and std are 0.5", HALF, HALF),
@@ -169,6 +184,12 @@ class _ReferenceWithMistakes:
                 signed = shift if shift <= classes // 2 else shift - classes
                 yield f"labels are off by {signed:+d}", np.roll(self.expected, shift, axis=1)
         yield "labels are in reverse order", self.expected[:, ::-1]
+
+
+def _twice(mean: Triple, std: Triple) -> tuple[Triple, Triple]:
+    """((x − m) / s − m) / s = (x − m − m·s) / s²."""
+    (a, b, c), (x, y, z) = mean, std
+    return (a + a * x, b + b * y, c + c * z), (x * x, y * y, z * z)
 
 
 def _over_255(values: Triple) -> Triple:
