@@ -95,6 +95,9 @@ def test_a_trace_in_words_and_as_json() -> None:
     text = "blocks.0 diverges first (relative error 0.123, 0.1 of it its own): bias dropped: mlp.fc1.bias"
     assert str(said) == text
     assert str(Trace(8, rows, "logits")) == "logits diverges first (relative error inf)"
+    # The embedding adds more than a tenth of what the culprit does: it was first.
+    both = Trace(8, layers(("embedding", 0.02, None), ("blocks.0", 0.12345, 0.1)), "blocks.0")
+    assert str(both) == "blocks.0 diverges most, embedding first (relative error 0.123, 0.1 of it its own)"
     found = TraceResult(said, (NodeError("n", "t", math.nan, -math.inf),), (text,))
     printed = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert printed["nodes"] == [{"name": "n", "tensor": "t", "error": "nan", "growth": "-inf"}]

@@ -38,7 +38,8 @@ from vitx.models.similarity import token_similarity
 
 LOGITS = "logits"
 BATCH = 8
-# A mistake in one weight explains a layer's own error if it leaves at most this share of it.
+# A mistake in one weight explains a layer's own error if it leaves at most this share of it; and an earlier layer with
+# as large a share of the largest own error has one too.
 EXPLAINED = 0.1
 NODES_NAMED = 5
 
@@ -71,13 +72,16 @@ class Trace:
     cause: str | None = None
 
     def __str__(self) -> str:
-        named = self.culprit or _largest_own(self.layers)
+        named = self.culprit or max(_own_errors(self.layers))[1]
         layer = next(layer for layer in self.layers if layer.name == named)
         own = "" if layer.own is None else f", {layer.own:.3g} of it its own"
         numbers = f"relative error {layer.error:.3g}{own}"
         if self.culprit is None:
             return f"the layers agree on {self.images} images, {BATCH} at a time: {named} adds most ({numbers})"
-        return f"{named} diverges first ({numbers})" + ("" if self.cause is None else f": {self.cause}")
+        most = layer.error if layer.own is None else layer.own
+        first = next((name for error, name in _own_errors(self.layers) if error >= EXPLAINED * most), named)
+        how = "diverges first" if first == named else f"diverges most, {first} first"
+        return f"{named} {how} ({numbers})" + ("" if self.cause is None else f": {self.cause}")
 
 
 @dataclass(frozen=True)
@@ -422,13 +426,13 @@ def _culprit(layers: tuple[LayerError, ...]) -> str:
     for layer in layers:
         if not math.isfinite(layer.error):
             return layer.name
-    return _largest_own(layers)
+    return max(_own_errors(layers))[1]
 
 
-def _largest_own(layers: tuple[LayerError, ...]) -> str:
+def _own_errors(layers: tuple[LayerError, ...]) -> list[tuple[float, str]]:
     own = [(layer.own, layer.name) for layer in layers if layer.own is not None]
     # The embedding reads the image itself: its error is its own.
-    return max([(layers[0].error, layers[0].name), *own])[1]
+    return [(layers[0].error, layers[0].name), *own]
 
 
 def _weight_mistake(
