@@ -154,7 +154,8 @@ def trace_layers(
             for before, name in pairwise(network.names):
                 sums[name].add_own(network.output(name, found[before]), found[name])
     layers = tuple(sums[name].result(name) for name in network.names)
-    culprit = None if _agree(layers, *map(torch.cat, zip(*logits, strict=True)), precision) else _culprit(layers)
+    of_network, of_graph = (torch.cat(values) for values in zip(*logits, strict=True))
+    culprit = None if _agree(layers, of_network, of_graph, precision) else _culprit(layers)
     cause = _weight_mistake(network, culprit, images, graph, precision) if own and culprit else None
     return Trace(len(images), layers, culprit, cause)
 
