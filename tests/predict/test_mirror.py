@@ -1,6 +1,7 @@
 """`--out` at the URL of an object store: it shows whole files of one run, all of them when the summary is there."""
 
 import io
+import itertools
 import json
 import signal
 import socket
@@ -228,12 +229,22 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
         run(tiny_bundle, folder, url, tmp_path / "third")
 
 
+@pytest.mark.parametrize("azure", [False, True], ids=["mode", "overwrite"])
 def test_of_two_runs_that_begin_at_once_one_is_refused(
-    tiny_bundle: Bundle, folder: Path, url: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle,
+    folder: Path,
+    url: str,
+    state: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    azure: bool,
 ) -> None:
-    """The second looks before the first has put anything."""
+    """The second looks before the first has put anything. azure: adlfs has another option for it."""
     run(tiny_bundle, folder, url, state)
-    before = objects(url)
+    before, pipe = objects(url), MemoryFileSystem.pipe_file
+
+    def as_adlfs(self: Any, path: str, value: bytes, overwrite: bool = True, **_: Any) -> None:
+        pipe(self, path, value, "overwrite" if overwrite else "create")
 
     def nothing(self: Any, path: str, **_: Any) -> Any:
         raise FileNotFoundError(path)
@@ -242,11 +253,53 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "ls", nothing)
         patch.setattr(MemoryFileSystem, "cat_file", nothing)
+        if azure:
+            patch.setattr(MemoryFileSystem, "pipe_file", as_adlfs)
         with pytest.raises(EnvironmentMissing, match=rf"^cannot write to '{url}': .*FileExistsError"):
             run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
     assert objects(url) == before
     with pytest.raises(InputError, match="holds predictions of another run"):
         run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["before a part", "before the summary"])
+def test_a_run_that_is_overwritten_from_another_machine_while_it_works_ends(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Both ended with exit code 0, and the store had rows of both."""
+    few, put, puts = tmp_path / "few", MemoryFileSystem.put_file, itertools.count()
+    few.mkdir()
+    (few / "a.png").write_bytes((folder / "00.png").read_bytes())
+
+    def overwritten_behind(self: Any, path: str, name: str, **more: Any) -> None:
+        put(self, path, name, **more)
+        if next(puts) == at:
+            run(tiny_bundle, few, url, tmp_path / "other", overwrite=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", overwritten_behind)
+        with pytest.raises(InputError, match=rf"^another run has overwritten what this one put into '{url}'"):
+            run(tiny_bundle, folder, url, state)
+    assert keys(url) == ["a.png"]
+    assert set(objects(url)) == names(1)
+    with pytest.raises(InputError, match="holds predictions of another run"):
+        run(tiny_bundle, folder, url, state)
+
+
+def test_a_part_that_another_run_puts_late_is_no_part_of_the_result(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path
+) -> None:
+    """It was begun before the other was overwritten, and there when this one had looked."""
+    run(tiny_bundle, folder, url, state)
+    (state / SUMMARY).unlink()
+    STORE.rm_file(f"{url}/{SUMMARY}")
+    STORE.cp_file(f"{url}/{PREDICTIONS}/part-00000003.parquet", f"{url}/{PREDICTIONS}/part-00000007.parquet")
+    with pytest.raises(InputError, match=r"holds part-00000007.parquet, which is not of this run"):
+        run(tiny_bundle, folder, url, state)
+    assert SUMMARY not in objects(url)
+    STORE.rm_file(f"{url}/{PREDICTIONS}/part-00000007.parquet")
+    run(tiny_bundle, folder, url, state)
+    assert set(objects(url)) == names(1, 2, 3)
 
 
 def test_jobs_share_a_store(tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path) -> None:

@@ -145,8 +145,8 @@ def predict(
             performance = execute(job, ledger, Output(ledger, mirror, bar))
         found = summarize(ledger, bundle, performance, certified, options.shard, increment)
         summary = write_summary(summary_path, found)
-        if mirror is not None:  # last: where it is, all parts are
-            mirror.put(summary_path, summary_path.name)
+        if mirror is not None:
+            mirror.end(ledger, summary_path)
         return summary
 
 

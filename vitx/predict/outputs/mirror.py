@@ -44,20 +44,20 @@ class Mirror:
             )
         self.url, self._out, self._share = url.rstrip("/"), out, share
         self._system, self._root = remote_filesystem(self.url)
-        self._marker = f".vitx{share.suffix}.json"
+        self._marker, self._mark = f".vitx{share.suffix}.json", b""
 
     def begin(self, ledger: Ledger, run: str, summary: Path, *, overwrite: bool) -> None:
         """Check that the store can be written, and put what it lacks of the finished shards.
 
         summary: its copy is removed if it is not there. Raises InputError if the store has predictions of another run.
         """
-        self._system.invalidate_cache()
         parts, marker, marked = self._parts(), dict[str, Any](), f"{self._root}/{self._marker}"
         with suppress(ValueError):
             marker = dict(json.loads(self._ask("cat_file", marked) or b"{}"))
         if overwrite:
             records = [name for name in self._names() if _RECORD.fullmatch(name)]  # of jobs of a --shard too
-            for name in (*(f"{PREDICTIONS}/{part}" for part in parts), *records):
+            # First: a summary says that all parts are there, and a process that still works there looks for its mark.
+            for name in (*records, *(f"{PREDICTIONS}/{part}" for part in parts)):
                 self._ask("rm_file", f"{self._root}/{name}")
             parts, marker = {}, {}
         if (parts or marker) and marker.get("run") != run:
@@ -71,12 +71,12 @@ class Mirror:
         # By digests: the URL of an input may have a password.
         agreed = {name: sha256_bytes(repr(value).encode())[:16] for name, value in said.items()}
         place = {"host": socket.gethostname(), "state": os.path.abspath(self._out)}
-        mark = json.dumps({"run": run, **place, "agreed": agreed}).encode()
+        self._mark = mark = json.dumps({"run": run, **place, "agreed": agreed}).encode()
         # Of two runs that begin at once the store takes one, if it can.
-        can = "mode" in inspect.signature(self._system.pipe_file).parameters
-        new = {"mode": "create"} if can and not marker else {}
+        can = inspect.signature(self._system.pipe_file).parameters
+        once = {"mode": "create"} if "mode" in can else {"overwrite": False} if "overwrite" in can else {}  # of adlfs
         try:
-            self._ask("pipe_file", marked, mark, **new)
+            self._ask("pipe_file", marked, mark, **({} if marker else once))
         except EnvironmentMissing:
             if self._ask("cat_file", marked) != mark:  # else it was taken, and the answer was lost
                 raise
@@ -88,6 +88,21 @@ class Mirror:
             raise
         if not summary.exists():
             self._ask("rm_file", f"{self._root}/{summary.name}")
+        self._complete(ledger, parts)
+
+    def end(self, ledger: Ledger, summary: Path) -> None:
+        """Put the summary, last: where it is, all parts are, and no others."""
+        self._complete(ledger, self._parts())
+        self.put(summary, summary.name)
+
+    def _complete(self, ledger: Ledger, parts: dict[str, int]) -> None:
+        """Put the finished shards that are not among the `parts`; raise InputError for a part that is of no shard."""
+        shards = {part_path(self._out, claim.id).name for claim in ledger.shards()}
+        if strangers := sorted(name for name in parts.keys() - shards if name.startswith("part-")):
+            raise InputError(
+                f"'{self.url}/{PREDICTIONS}' holds {strangers[0]}, which is not of this run, and readers would take "
+                "its rows: remove it, and run the same command again"
+            )
         for number, _, _ in ledger.records():
             path = part_path(self._out, number)
             if parts.get(path.name) != path.stat().st_size:
@@ -117,10 +132,17 @@ class Mirror:
         return [str(entry["name"]).rpartition("/")[2] for entry in self._ask("ls", self._root, detail=True) or ()]
 
     def put(self, path: Path, name: str) -> None:
+        """Raises InputError if another run has taken the place of this one."""
+        if self._ask("cat_file", f"{self._root}/{self._marker}") != self._mark:
+            raise InputError(
+                f"another run has overwritten what this one put into '{self.url}', or {self._marker} is gone: "
+                "choose another URL"
+            )
         self._ask("put_file", os.fspath(path), f"{self._root}/{name}")
 
     def _parts(self) -> dict[str, int]:
         """The sizes of the parts of this job that the store has, by name."""
+        self._system.invalidate_cache()
         found = self._ask("ls", f"{self._root}/{PREDICTIONS}", detail=True) or ()
         sizes = {}
         for entry in found:
