@@ -495,4 +495,5 @@ class _Store:
         except Exception as error:  # noqa: BLE001 - each store's client raises its own
             if getattr(error, "status", None) == HTTPStatus.FORBIDDEN:
                 raise PermissionError from None
-            raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {error or type(error).__name__}") from None
+            reason = without_password(f"{error or type(error).__name__}")  # the hub's quotes the signed URL of a file
+            raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {reason}") from None

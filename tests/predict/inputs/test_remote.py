@@ -320,3 +320,15 @@ def test_a_reason_is_one_line_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     start = "cannot read the object: ValueError: 400, message: Bad status line: \\x00"
     assert str(raised.value).startswith(start)
     assert len(str(raised.value)) == len("cannot read the object: ValueError: ") + 300
+
+
+def test_a_reason_has_no_token_of_the_url_that_a_server_led_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's library names the signed URL of a large file, which anybody may read for an hour."""
+    monkeypatch.setattr(remote, "REMOTE_WAITS", ())
+
+    def fails() -> None:
+        raise OSError("Server error '500 Oh' for url 'https://cdn/a.png?X-Amz-Signature=5ec7e7&n=1'\nFor more: see")
+
+    told = r"OSError: Server error '500 Oh' for url 'https://cdn/a\.png\?…' For more: see$"
+    with pytest.raises(ImageError, match=told):
+        remote.attempts(fails, "cannot read the object")

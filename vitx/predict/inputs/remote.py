@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from vitx.core.errors import MORE_FILES, TOO_MANY_FILES, EnvironmentMissing
 from vitx.core.preprocess import MAX_PIXELS, ImageError
-from vitx.core.urls import is_http, open_store
+from vitx.core.urls import is_http, open_store, without_password
 
 T = TypeVar("T")
 
@@ -135,7 +135,8 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
                 raise cause if isinstance(cause, PermissionError) else error from None
             if wait is None or time.monotonic() > end:
                 shown = cause if _is_http_error(cause) else error
-                text = " ".join(str(shown).split())[:MAX_REASON]  # a library may quote kilobytes of an answer
+                # A library may quote kilobytes of an answer, or the signed URL that a server has led it to.
+                text = without_password(" ".join(str(shown).split()))[:MAX_REASON]
                 if _lacks_files(error):  # no fault of the store: it must not become a row
                     raise EnvironmentMissing(f"{problem}: {text}: {MORE_FILES}") from None
                 raise ImageError(f"{problem}: {type(shown).__name__}: {text}") from None
