@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
+from safetensors import SafetensorError
 from timm.models import PretrainedCfg
 from torch import nn
 
@@ -302,16 +304,42 @@ def test_weights_that_are_not_finite_are_counted(tmp_path: Path, value: float) -
     )
 
 
+class BrokenOff(Exception):
+    """Of the hub's HTTP client."""
+
+
+NOT_HERE = "published weights cannot be had here"
+
+
 @pytest.mark.parametrize(
-    ("raised", "kind", "text"),
+    ("raised", "kind", "text", "reason"),
     [
-        (RuntimeError("No pretrained weights\nexist"), InputError, "timm knows no published weights"),
-        (OSError("no network\nat all"), EnvironmentMissing, "published weights cannot be had here"),
-        (OSError(), EnvironmentMissing, "published weights cannot be had here"),
+        (RuntimeError("No pretrained weights\nexist"), InputError, "timm knows no published weights", None),
+        (
+            RuntimeError("Error(s) in loading state_dict for X:\n\tMissing key"),
+            InputError,
+            "timm's published weights do not fit",
+            None,
+        ),
+        (OSError("no network\nat all"), EnvironmentMissing, NOT_HERE, None),
+        (OSError(), EnvironmentMissing, NOT_HERE, "OSError"),
+        (
+            OSError("500 for url 'https://cdn/w?Sign=5ec7'\nSee"),
+            EnvironmentMissing,
+            NOT_HERE,
+            "500 for url 'https://cdn/w?…'",
+        ),
+        (BrokenOff("peer closed connection"), EnvironmentMissing, NOT_HERE, None),
+        (
+            SafetensorError("invalid header"),
+            EnvironmentMissing,
+            NOT_HERE,
+            f"invalid header: remove the damaged file from {constants.HF_HUB_CACHE}",
+        ),
     ],
 )
 def test_published_weights_that_cannot_be_had_have_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[Exception], text: str
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[Exception], text: str, reason: str | None
 ) -> None:
     made: dict[str, Any] = {}
 
@@ -323,7 +351,7 @@ def test_published_weights_that_cannot_be_had_have_a_remedy(
     with pytest.raises(kind) as error:
         SourceRequest("model:deit_digits").load()
     assert made == {"name": "deit_digits", "pretrained": True, "num_classes": 10}
-    reason = str(raised).splitlines()[0] if str(raised) else "OSError"
+    reason = reason or str(raised).splitlines()[0]
     assert str(error.value) == (
         f"{text}: give the weights of 'deit_digits' with --weights FILE, or say --weights random ({reason})"
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_line
 from vitx.core.files import write_bytes
 from vitx.core.run import ModelSpec
+from vitx.core.urls import without_password
 from vitx.models.build import separate
 from vitx.models.recalibration import set_closed_form_means
 
@@ -146,9 +147,17 @@ def published_model(spec: ModelSpec, remedy: str) -> nn.Module:
                 spec.name, pretrained=True, num_classes=spec.num_classes, **spec.kwargs
             )
     except RuntimeError as error:
-        raise InputError(f"timm knows no published weights: {remedy} ({first_line(error)})") from None
-    except OSError as error:
-        raise EnvironmentMissing(f"published weights cannot be had here: {remedy} ({first_line(error)})") from None
+        fault = (
+            "timm's published weights do not fit" if "state_dict" in str(error) else "timm knows no published weights"
+        )
+        raise InputError(f"{fault}: {remedy} ({first_line(error)})") from None
+    except UNUSABLE:  # of the network, not of its weights
+        raise
+    except Exception as error:  # noqa: BLE001  # of the hub's library, its HTTP client, or a reader of files
+        reason = without_password(first_line(error))  # which quotes the signed URL of a file
+        if isinstance(error, SafetensorError):
+            reason += f": remove the damaged file from {huggingface_hub.constants.HF_HUB_CACHE}"
+        raise EnvironmentMissing(f"published weights cannot be had here: {remedy} ({reason})") from None
     return model
 
 
