@@ -159,6 +159,19 @@ def test_what_a_server_does_not_let_be_read_is_missing_and_a_failing_server_is_s
         local_bundle(site)
 
 
+def test_what_a_store_says_is_one_line_without_the_token_of_a_signed_url(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Hugging Face's package says it."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("500 for url 'https://cdn/m?X-Amz-Signature=5ec7e7&n=1'\n\nTry later")
+
+    monkeypatch.setattr(MemoryFileSystem, "open", fails)
+    with pytest.raises(EnvironmentMissing, match=r"manifest.json': 500 for url 'https://cdn/m\?…' Try later$"):
+        local_bundle("memory://b/tiny.vitx")
+
+
 def test_a_failing_server_is_not_a_file_that_is_missing(site: str, cache: Path) -> None:
     Site.says[MODEL] = 500
     with pytest.raises(EnvironmentMissing, match=f"cannot read '{site}/{MODEL}': 500"):

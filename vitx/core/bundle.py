@@ -495,5 +495,6 @@ class _Store:
         except Exception as error:  # noqa: BLE001 - each store's client raises its own
             if getattr(error, "status", None) == HTTPStatus.FORBIDDEN:
                 raise PermissionError from None
-            reason = without_password(f"{error or type(error).__name__}")  # the hub's quotes the signed URL of a file
+            # The hub's has several lines, and quotes the signed URL of a file.
+            reason = without_password(" ".join(str(error).split())) or type(error).__name__
             raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {reason}") from None

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,14 @@ class Store:
         return path.encode()[start:end]
 
 
+class HubError(OSError):
+    """As those of Hugging Face's package and of Azure's."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(str(status))
+        self.response = SimpleNamespace(status_code=status)
+
+
 Read = Callable[[Store], bytes]
 
 
@@ -61,7 +70,7 @@ def test_an_object_is_tried_three_times(read: Read, waits: list[float]) -> None:
     assert waits == []
     assert read(Store([RuntimeError("reset"), TimeoutError()])) == b"bucket/a.png"
     assert waits == [0.2, 1.0]
-    store = Store([RuntimeError("reset")] * 2 + [ValueError("broken")])
+    store = Store([RuntimeError("reset"), HubError(503), ValueError("broken")])
     with pytest.raises(ImageError, match=r"^cannot read the object: ValueError: broken$"):
         read(store)
     assert store.calls == 3
@@ -85,6 +94,7 @@ def test_too_many_open_files_are_no_fault_of_a_store(read: Read) -> None:
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), "cannot open the image: No such file or dir"),
         (PermissionError("Forbidden"), "cannot open the image: Forbidden"),
         (IsADirectoryError(errno.EISDIR, "Is a directory"), "cannot open the image: Is a directory"),
+        *((HubError(status), f"cannot read the object: HubError: {status}$") for status in (401, 403, 404, 410)),
     ],
 )
 def test_what_will_not_change_is_tried_once(read: Read, waits: list[float], error: OSError, message: str) -> None:

@@ -133,7 +133,9 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
             cause = error.__cause__
             if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)) and not _is_http_error(cause):
                 raise cause if isinstance(cause, PermissionError) else error from None
-            if wait is None or time.monotonic() > end:
+            # Hugging Face's and Azure's packages have errors of their own for what is not there or may not be read.
+            final = getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404, 410)
+            if wait is None or final or time.monotonic() > end:
                 shown = cause if _is_http_error(cause) else error
                 # A library may quote kilobytes of an answer, or the signed URL that a server has led it to.
                 text = without_password(" ".join(str(shown).split()))[:MAX_REASON]
