@@ -229,17 +229,11 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
         run(tiny_bundle, folder, url, tmp_path / "third")
 
 
-@pytest.mark.parametrize("azure", [False, True], ids=["mode", "overwrite"])
+@pytest.mark.parametrize("az", [False, True], ids=["mode", "overwrite"])
 def test_of_two_runs_that_begin_at_once_one_is_refused(
-    tiny_bundle: Bundle,
-    folder: Path,
-    url: str,
-    state: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    azure: bool,
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, az: bool
 ) -> None:
-    """The second looks before the first has put anything. azure: adlfs has another option for it."""
+    """The second looks before the first has put anything. az: adlfs has another option for it."""
     run(tiny_bundle, folder, url, state)
     before, pipe = objects(url), MemoryFileSystem.pipe_file
 
@@ -253,7 +247,7 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "ls", nothing)
         patch.setattr(MemoryFileSystem, "cat_file", nothing)
-        if azure:
+        if az:
             patch.setattr(MemoryFileSystem, "pipe_file", as_adlfs)
         with pytest.raises(EnvironmentMissing, match=rf"^cannot write to '{url}': .*FileExistsError"):
             run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
