@@ -259,8 +259,10 @@ class Full(Transport):
     """The socket of a client that takes nothing of a reply."""
 
     protocol: HeadCacheProtocol
+    late = False
 
     def write(self, data: Any) -> None:
+        self.late |= self.closed
         super().write(data)
         if len(self.written) > UNCOUNTED_BYTES and not self.protocol.flow.write_paused:
             self.protocol.pause_writing()
@@ -277,7 +279,7 @@ class Full(Transport):
         asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
 
-REPLY = bytes(100_000)
+REPLY = bytes(3 * 2**16)
 HEAD = 100  # bytes of a reply beside its body, at most
 
 
@@ -299,7 +301,7 @@ def test_replies_that_are_not_taken_count_and_one_too_many_ends_its_connection(m
 
     async def test() -> None:
         server = Server(memory_bytes=2 * len(REPLY) + 3 * HEAD)
-        (leaves, left), (takes, taken), (_, third) = (full_connection(server) for _ in range(3))
+        (leaves, left), (takes, taken), (cut, third) = (full_connection(server) for _ in range(3))
         memory = third.memory
         for count, protocol in enumerate((left, taken), 1):
             protocol.data_received(request(bytes(90_000)))  # whose bytes no longer count
@@ -308,7 +310,7 @@ def test_replies_that_are_not_taken_count_and_one_too_many_ends_its_connection(m
         assert not server.refused
         third.data_received(request())
         await settled()
-        assert (third.lost, server.refused) == (True, ["memory"])
+        assert (third.lost, server.refused, cut.late) == (True, ["memory"], False)
         assert 2 * len(REPLY) < memory.used < 2 * (len(REPLY) + HEAD)
         leaves.abort()
         await settled()
@@ -316,6 +318,24 @@ def test_replies_that_are_not_taken_count_and_one_too_many_ends_its_connection(m
         takes.take()
         assert memory.used == 0
         assert not takes.closed
+
+    run(test)
+
+
+def test_a_reply_that_has_all_the_memory_for_itself_is_never_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socketless_server.Transport", Full)
+
+    async def test() -> None:
+        server = Server(memory_bytes=len(REPLY) // 2)
+        (transport, protocol), (_, other) = (full_connection(server) for _ in range(2))
+        protocol.data_received(request(bytes(90_000)))
+        await settled()
+        assert (protocol.lost, server.refused) == (False, [])
+        other.data_received(request())
+        await settled()
+        assert (other.lost, server.refused) == (True, ["memory"])
+        transport.take()
+        assert protocol.memory.used == 0
 
     run(test)
 

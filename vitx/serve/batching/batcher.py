@@ -234,8 +234,7 @@ class Batcher:
         self._stop_timer()
         now = time.monotonic()
         rows_now = float(self._queue.rows + self.running)
-        decayed = self._concurrent_rows + (rows_now - self._concurrent_rows) / 4
-        self._concurrent_rows = max(rows_now, decayed)
+        self._concurrent_rows = max(rows_now, self._concurrent_rows + (rows_now - self._concurrent_rows) / 4)
         self._enough = self.curve.size_to_stand_by(
             round(self._concurrent_rows), self.batching.instances, self.full_batch, self.batching.preferred
         )

@@ -205,8 +205,7 @@ class GrpcServer:
             generation.leave()
             seconds = time.monotonic() - record.started
             if status != CLIENT_GONE:
-                timed = seconds if route in _TIMED else None
-                self._metrics.answer(route, status, timed, record.model or "")
+                self._metrics.answer(route, status, seconds if route in _TIMED else None, record.model or "")
             for observer in self._core.observers:
                 observer.write(record, "gRPC", route, status, seconds)
 

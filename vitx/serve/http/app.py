@@ -68,7 +68,8 @@ class App:
                 record.sent = (record.sent or 0) + len(message.get("body", b"")) * (scope["method"] != "HEAD")
             await send(message)
 
-        found, reply, may_ask = self._find(scope["path"]), None, False
+        found, reply = self._find(scope["path"]), None
+        may_ask = False
         generation = self._models.enter() if found else None
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
@@ -205,8 +206,7 @@ class App:
         if scope["method"] != "POST":
             raise HTTPException(405, f"method {scope['method']} is not allowed: use POST", {"allow": "POST"})
         start, cacheable = prepare(scope)
-        body = await asgi.read_body(scope, receive, self._limits.body_bytes)
-        reply = await asgi.answered(scope, start, body, record)
+        reply = await asgi.answered(scope, start, await asgi.read_body(scope, receive, self._limits.body_bytes), record)
         if cacheable:
             cache_head(scope, partial(self._run_cached, route, scope["path"], of_head, start))
         return await asgi.compressed(reply, of_head[0])

@@ -26,8 +26,9 @@ from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import quoted
 from vitx.serve.server_core import ServerCore
 
-_TOP_K, _LONGEST_TIMEOUT_MS = 5, 3_600_000
+_TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
+_LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
 _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
 Encoded = Sequence[bytes | RequestError]  # images, or what is wrong with one

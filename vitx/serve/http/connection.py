@@ -129,9 +129,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Called by the transport when little is left to write; one that is closing waits until all of it is taken."""
         super().resume_writing()
         self._stop_unread()
-        if self.transport.is_closing():
-            self._limit_writing()
-        elif self._answered is None or self._answered.response_complete:
+        if self._answered is None or self._answered.response_complete or self.transport.is_closing():
             self.on_response_complete()  # again: it starts nothing before
 
     def _stop_unread(self) -> None:
@@ -146,8 +144,6 @@ class HttpProtocol(HttpToolsProtocol):
             seconds = self.limits.write_seconds + unread / self.limits.body_rate
             self._unread = self.loop.call_later(seconds, self._cut_unread)
             self._untaken, self.memory.used = unread, self.memory.used + unread
-            if not self.memory.fits(-self._reserved):  # the body of what is answered is no longer needed
-                self._cut_unread("memory")
 
     def _cut_unread(self, reason: str = "slow_client") -> None:
         if self.transport.get_write_buffer_size():
@@ -162,7 +158,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write(memoryview(data)[start : start + _WRITTEN_BYTES])
         if self._unread is not begun:  # with the first pieces, whose time is shorter
             self._stop_unread()
+            others = self.memory.used - self._reserved  # the body of what is answered is no longer needed
             self._limit_writing()
+            if others and not self.memory.fits(-self._reserved):  # alone no reply is too large
+                self._cut_unread("memory")
 
     def shutdown(self) -> None:
         """Called by uvicorn when the server ends, which would wait 2 s for TLS clients that do not close too."""

@@ -9,7 +9,8 @@ from vitx.serve.server_core import ServerCore
 
 # Health probes come from machines without the token; the pages show nothing secret, and / asks for the token.
 WITHOUT_TOKEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
-_METRICS, _REPOSITORY, _TAKES_FORMS = "/metrics", "/v2/repository", "/v1/classify"
+_METRICS = "/metrics"
+_REPOSITORY = "/v2/repository"
 # No page has a use for these, of whatever origin.
 _NOT_FOR_BROWSERS = (_REPOSITORY, "/v2/systemsharedmemory", "/v2/cudasharedmemory")
 # What a page of another origin may send without asking first.
@@ -26,7 +27,7 @@ def check_allowed(scope: Scope, core: ServerCore, hosts: AllowedHosts) -> None:
     hosts.check(given[0].decode("latin-1") if given else None, origin)
     if path.startswith(_NOT_FOR_BROWSERS) and (origin or header(scope, b"sec-fetch-site")):
         raise RequestError(f"{path[:80]} is not for browsers", status=403, reason="origin")
-    if scope["method"] == "POST" and path != _TAKES_FORMS:
+    if scope["method"] == "POST" and path != "/v1/classify":  # which takes forms
         content_type = header(scope, b"content-type") or ""
         kind = content_type.partition(";")[0].strip().lower()
         # Where no browser may ask, libcurl's name for any body is taken: Triton's C++ client has no other.

@@ -10,8 +10,9 @@ from typing import IO
 
 from vitx.core.files import write_json
 
-_SUFFIX, _LOCK, _UNLOADED = ".worker", "management.lock", "unloaded.json"
+_SUFFIX = ".worker"
 LONGEST_SOCKET = len(f"/vitx-xxxxxxxx/9999-{time.time_ns()}{_SUFFIX}")  # in the temporary folder
+_UNLOADED = "unloaded.json"
 
 Handler = Callable[[str], Awaitable[bytes]]
 
@@ -49,8 +50,7 @@ class Siblings:
     async def ask_others(self, name: str, text: str, *, seconds: float) -> dict[str, bytes]:
         """As `ask`, but one worker after another, and not this one."""
         paths = [path for path in sorted(self._folder.glob(f"*{_SUFFIX}")) if path != self._path]
-        answers = {path.stem.partition("-")[0]: await _ask(path, name, text, seconds) for path in paths}
-        return {index: data for index, data in answers.items() if data}
+        return {path.stem.partition("-")[0]: data for path in paths if (data := await _ask(path, name, text, seconds))}
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
@@ -96,6 +96,6 @@ async def _ask(path: Path, name: str, text: str, seconds: float) -> bytes:
 def _locked(folder: Path, *, exclusive: bool) -> IO[str]:
     import fcntl  # POSIX only, as workers are
 
-    lock = (folder / _LOCK).open("a")
+    lock = (folder / "management.lock").open("a")
     fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)  # released by the kernel when the process ends
     return lock

@@ -21,7 +21,8 @@ SMALL_BYTES = 16 * 2**10
 # Text of one number: three digits, a comma, and white space. Brackets come on top, one pair for each row of pixels.
 _BYTES_OF_A_NUMBER = 16
 _PIECE_BYTES = 64 * 2**10
-_DIGITS_ALIKE, _WITHOUT_BRACKETS = bytes.maketrans(b"123456789", b"000000000"), bytes.maketrans(b"[]", b"  ")
+_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
+_WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 CUT_OUT = secrets.token_hex()  # stands for the array, and nobody can send it
 # To JSON 7.0 is 7, and clients that read pixels as numbers, such as the protocol's own for Python, write it so.
 _NOUGHTS = re.compile(rb"\.(?<=[0-9]\.)0++(?=[ \t\r\n,\]]|$)")
