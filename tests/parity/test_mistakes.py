@@ -12,7 +12,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, Triple, UInt8Array
 from vitx.data.image_set import ImageSet, encode_png
 from vitx.parity.comparison import prepared
-from vitx.parity.diagnosis import Diagnosis, _ReferenceWithMistakes, _systematic, diagnose
+from vitx.parity.diagnosis import Diagnosis, _ReferenceWithMistakes, _reordered, _systematic, diagnose
 from vitx.runtimes.session import Float32Array, Session
 
 SIZE, COUNT = 4, 40
@@ -263,6 +263,21 @@ def test_classes_in_any_other_order_are_named(order: list[int], words: str) -> N
     found = diagnosed(TableSession(logits[:, order]), 1e-3, TableSession(logits))
     assert found.cause == f"labels are in another order, {words}"
     assert found.remaining_error == 0
+
+
+def test_of_classes_that_are_alike_none_is_moved() -> None:
+    logits = np.random.default_rng(3).integers(-40, 40, (8, 5)).astype(np.float32)
+    logits[:, 4] = logits[:, 0]
+    found = diagnosed(TableSession(logits[:, [0, 2, 1, 3, 4]]), 1e-3, TableSession(logits))
+    words = "2 of 5: 1 has the logits of 2, 2 has the logits of 1"
+    assert found.cause == f"labels are in another order, {words}"
+
+
+def test_more_classes_in_another_order_than_are_compared_at_once() -> None:
+    generator = np.random.default_rng(3)
+    logits, order = generator.normal(size=(8, 600)).astype(np.float32), generator.permutation(600)
+    _, found = _reordered(logits, logits[:, order])
+    assert (found == logits[:, order]).all()
 
 
 def test_what_comes_behind_a_softmax_is_named() -> None:

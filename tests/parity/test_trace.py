@@ -98,6 +98,9 @@ def test_a_trace_in_words_and_as_json() -> None:
     # The embedding adds more than a tenth of what the culprit does: it was first.
     both = Trace(8, layers(("embedding", 0.02, None), ("blocks.0", 0.12345, 0.1)), "blocks.0")
     assert str(both) == "blocks.0 diverges most, embedding first (relative error 0.123, 0.1 of it its own)"
+    # Where values are not finite, the culprit is the first of those, though it may not run alone.
+    infinite = layers(("embedding", 0.1, None), ("blocks.0", math.inf, None), ("logits", math.inf, math.inf))
+    assert str(Trace(8, infinite, "blocks.0")) == "blocks.0 diverges first (relative error inf)"
     found = TraceResult(said, (NodeError("n", "t", math.nan, -math.inf),), (text,))
     printed = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert printed["nodes"] == [{"name": "n", "tensor": "t", "error": "nan", "growth": "-inf"}]

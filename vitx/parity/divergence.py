@@ -79,7 +79,8 @@ class Trace:
         if self.culprit is None:
             return f"the layers agree on {self.images} images, {BATCH} at a time: {named} adds most ({numbers})"
         most = layer.error if layer.own is None else layer.own
-        first = next((name for error, name in _own_errors(self.layers) if error >= EXPLAINED * most), named)
+        before = _own_errors(self.layers) if math.isfinite(layer.error) else []  # else it is the first of those
+        first = next((name for error, name in before if error >= EXPLAINED * most), named)
         how = "diverges first" if first == named else f"diverges most, {first} first"
         return f"{named} {how} ({numbers})" + ("" if self.cause is None else f": {self.cause}")
 
