@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -105,6 +106,15 @@ def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
 )
 def test_a_text_has_no_secret_of_the_url(url: str, told: str) -> None:
     assert without_password(url) == told
+
+
+def test_a_long_text_of_a_server_takes_no_long_time() -> None:
+    """Half a minute, where every place was tried as the last."""
+    begun = time.process_time()
+    assert (
+        without_password(f"'https://here/x?sig={30_000 * ':'}1' {30_000 * ':'}") == f"'https://here/x?…' {30_000 * ':'}"
+    )
+    assert time.process_time() - begun < 1
 
 
 def test_over_http_every_file_comes_once(site: str, made: Bundle, cache: Path) -> None:

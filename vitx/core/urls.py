@@ -56,7 +56,8 @@ def _is_no_answer(cause: BaseException | None) -> bool:
 def without_password(text: str) -> str:
     """A URL, or a text with some, without the names and passwords in them, and queries, which may be tokens."""
     # Both may hold an apostrophe. What follows a quoted URL stays: the quote, and punctuation up to a space or the end.
-    return re.sub(r"\?[\w-]+=\S*?(?='?[:;,.)]*(?:\s|$))", "?…", re.sub(r"//[^/\s]*@", "//", text))
+    # Nothing is tried twice: a server may choose the text.
+    return re.sub(r"\?[\w-]+=(?:[':;,.)]*+[^':;,.)\s])*+", "?…", re.sub(r"//[^/\s]*@", "//", text))
 
 
 def is_http(url: str) -> bool:
