@@ -70,6 +70,9 @@ def test_of_equally_long_tokens_the_two_measures_are_one() -> None:
     assert token_similarity(register) == pytest.approx(float(token_similarity(unit)))
     assert dc_shares(register).tolist() == pytest.approx([1 / 6, 1 / 6], rel=0.05)
     assert longest_tokens(register).tolist() == pytest.approx([100, 100])
+    half = (1e3 * unit).half()  # its squares are beyond what halves hold
+    assert dc_shares(half).tolist() == pytest.approx(dc_shares(unit).tolist(), rel=1e-2)
+    assert longest_tokens(half).tolist() == pytest.approx([1, 1], rel=1e-2)
     zeros = torch.zeros(1, 3, 2)
     assert (float(dc_shares(zeros)), float(longest_tokens(zeros))) == (0, 0)
 

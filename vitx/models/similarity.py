@@ -46,6 +46,7 @@ def dc_shares(tokens_BnD: Tensor) -> Tensor:
     `n‖h̄‖² / Σ_i ‖h_i‖²` (Wang et al., arXiv 2203.05962): 0 where the mean is 0, 1 where all tokens are the same. Where
     all are equally long it is (1 + (n − 1)·CosSim)/n.
     """
+    tokens_BnD = at_least_float32(tokens_BnD)
     squared_B = tokens_BnD.square().sum(dim=(-2, -1))
     mean_BD = tokens_BnD.mean(dim=-2)
     shares_B: Tensor = tokens_BnD.shape[-2] * mean_BD.square().sum(dim=-1) / squared_B.clamp_min(SHORTEST**2)
@@ -57,7 +58,7 @@ def longest_tokens(tokens_BnD: Tensor) -> Tensor:
 
     Long patches where the image shows little are registers of trained networks (Darcet et al., arXiv 2309.16588).
     """
-    lengths_Bn = torch.linalg.vector_norm(tokens_BnD, dim=-1)
+    lengths_Bn = torch.linalg.vector_norm(at_least_float32(tokens_BnD), dim=-1)
     ratios_B: Tensor = lengths_Bn.amax(dim=-1) / lengths_Bn.quantile(0.5, dim=-1).clamp_min(SHORTEST)
     return ratios_B
 
