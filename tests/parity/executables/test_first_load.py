@@ -9,7 +9,7 @@ import pytest
 
 from bundle_fixture import NumpySession, with_embedding
 from vitx.core import machine
-from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import cache_folder, read_record, write_json
@@ -125,6 +125,17 @@ def test_a_pass_at_a_higher_rate_is_none_for_a_server(witnessed: Bundle, judgeme
     assert judgements == ["onnxruntime"] * 2
     assert require(witnessed).max_flip_rate == 0.01
     assert judgements == ["onnxruntime"] * 2
+
+
+def test_a_manifest_of_a_coarser_precision_than_its_graph_s_widens_no_limit(witnessed: Bundle) -> None:
+    write_json(witnessed.path / MANIFEST, witnessed.manifest.model_copy(update={"precision": "int8"}))
+    bundle = Bundle.open(witnessed.path)
+    seal_certificate(bundle)
+    refusal = r"model\.onnx' has weights in fp32, and manifest\.json says int8: export it again$"
+    with pytest.raises(CheckFailed, match=refusal):
+        certify_here(bundle.path, ParityOptions(device="cpu"), quiet=True)
+    with pytest.raises(CheckFailed, match=refusal):
+        require(bundle)
 
 
 def test_the_first_layer_that_differs_is_named(witnessed: Bundle) -> None:

@@ -7,6 +7,7 @@ from vitx.core.certificate import Certificate, Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import require_seal
+from vitx.parity.certification import check_graph
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.layers import first_divergence
 from vitx.parity.executables.listing import output_sets
@@ -79,6 +80,8 @@ def require_passing(path: Path, verdict: Verdict) -> None:
 def _judged(
     bundle: Bundle, witness: Witness, session: Session, rate: float, *, must_prove: bool = False, quiet: bool
 ) -> Verdict:
+    if bundle.manifest.precision != "fp32":  # the narrowest limit, whatever the graph computes in
+        check_graph(bundle, quiet=quiet)
     verdict = judge_executable(bundle, witness, session, rate, must_prove=must_prove, quiet=quiet)
     keep_verdict(bundle, verdict)
     if verdict.verdict == "pass":
