@@ -134,6 +134,17 @@ def test_a_scale_of_the_logits_is_named(colours: ImageSet) -> None:
     assert diagnosed(Doubled(), colours).cause == "logits scaled by 2"
 
 
+def test_logits_that_change_from_run_to_run_are_named(colours: ImageSet) -> None:
+    class Dropout(NumpySession):
+        random = np.random.default_rng(0)
+
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            return super()._infer(images) * (1 + np.float32(0.01) * (self.random.random((len(images), 1)) < 0.02))
+
+    found = diagnosed(Dropout(), colours)
+    assert str(found).startswith("not deterministic, as of dropout that is left on: an image run twice alone moves by ")
+
+
 def test_batch_sizes_are_the_ends_of_the_profiles_and_one_below(tmp_path: Path) -> None:
     bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt")
     check_engines(bundle)

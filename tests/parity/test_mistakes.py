@@ -322,7 +322,7 @@ def test_rows_that_move_in_their_batch_by_more_than_is_allowed_come_before_a_mis
     batched = OFF_BY_ONE.copy()
     batched[0, 0] += moved
     larger = float(np.abs(batched - TABLE).max())
-    text = f"batch-dependent graph: rows move by {moved:.3g} with who shares their batch"
+    text = f"batch-dependent graph: rows move by {moved:.3g} in batches of 32"
     assert diagnosed(moving(moved), math.nextafter(moved, 0)) == Diagnosis(text, larger, error)
     assert diagnosed(moving(moved), moved) == Diagnosis("labels are off by +1", larger, 0.0)
 
@@ -343,7 +343,7 @@ def test_sixty_four_evenly_spaced_images_in_batches_of_32_and_alone() -> None:
     found = diagnose(reference, candidate, images, PIXEL, allowed=1.0)
     even = [*range(0, 127, 2)]
     assert reference.batches[:2] == [even[:32], even[32:]]
-    assert candidate.batches == [even[:32], even[32:], *([number] for number in even)]
+    assert candidate.batches == [even[:32], even[32:], *([number] for number in [*even, *even])]
     assert found.error == 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from table_session import PIXEL, TableSession, numbered_images
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.parity import divergence
 from vitx.parity.diagnosis import Diagnosis, diagnose
 from vitx.parity.divergence import LayerError, NodeError, Trace, node_errors, overflow_text
@@ -240,7 +241,7 @@ def test_a_graph_that_depends_on_its_batch_is_told_apart() -> None:
             logits[:, 0] += 2
 
     found = diagnosed(TABLE, change=in_a_batch)
-    assert found == Diagnosis("batch-dependent graph: rows move by 2 with who shares their batch", 2.0, 0.0)
+    assert found == Diagnosis("batch-dependent graph: rows move by 2 in batches of 32", 2.0, 0.0)
     # Rows that move less than is allowed, or by a fifth of the error, are not the cause.
     assert diagnosed(TABLE + 40 * np.eye(3, dtype=np.float32)[0], change=in_a_batch).cause is not None
     assert "bias" in str(diagnosed(TABLE + 40 * np.eye(3, dtype=np.float32)[0], change=in_a_batch))
@@ -255,7 +256,7 @@ def test_one_logit_that_is_not_finite_is_an_overflow() -> None:
 
 def test_what_nothing_explains_recommends_the_trace_unless_there_is_one() -> None:
     other = model(np.random.default_rng(9).integers(-40, 40, (12, 3)))
-    certificate: Any = SimpleNamespace(max_logit_error_allowed=1e-3)
+    certificate: Any = SimpleNamespace(max_logit_error_allowed=1e-3, max_logit_error_by_batch_size={1: 3.0, 32: 2.0})
 
     def note(*, traced: bool) -> str:
         return diagnosis_note(model(TABLE), other, IMAGES, certificate, traced=traced)
@@ -264,3 +265,17 @@ def test_what_nothing_explains_recommends_the_trace_unless_there_is_one() -> Non
     assert note(traced=False) == (f"no common mistake explains the logit error of {error:.3g}: --trace names the layer")
     assert note(traced=True) == "no common mistake explains it"
     assert str(Diagnosis("a cause", 0.12345, 0.5)) == "a cause (largest logit error 0.123, 0.5 once it is undone)"
+
+
+def test_a_mistake_is_looked_for_at_the_batch_size_that_is_worst_and_at_none_that_the_candidate_refuses() -> None:
+    def in_sevens(numbers: list[int], logits: Any) -> None:
+        if len(numbers) > 8:
+            raise CheckFailed("at most 8 images")
+        if len(numbers) == 7:
+            logits[:, 0] += 2
+
+    candidate = replace(model(TABLE), session=TableSession(TABLE, change=in_sevens))
+    for errors, worst in (({1: 0.0, 7: 2.0, 8: 0.0}, 7), ({1: 0.0, 8: 0.0}, 8), ({1: 1.0, 8: 0.0}, 8)):
+        certificate: Any = SimpleNamespace(max_logit_error_allowed=1e-3, max_logit_error_by_batch_size=errors)
+        note = diagnosis_note(model(TABLE), candidate, IMAGES, certificate, traced=True)
+        assert note.startswith("batch-dependent graph: rows move by 2 in batches of 7 (") == (worst == 7)

@@ -53,25 +53,30 @@ def diagnose(
     *,
     candidate_preprocessing: Preprocessing | None = None,
     renormalized: Renormalized | None = None,
+    batch_size: int = BATCH,
     allowed: float,
 ) -> Diagnosis:
     """Name the mistake in a candidate that is not the reference's equal, from at most 64 evenly spaced images.
 
     renormalized: returns the reference with another (mean, std); without it, wrong normalisations are not tried.
-    allowed: the largest logit error that counts as agreement.
+    batch_size: one that the candidate takes; it is run alone, too. allowed: the largest logit error that counts as
+    agreement.
     """
     sample = images.evenly_spaced(IMAGES)
     pixels = prepared(sample, preprocessing)
     candidate_pixels = pixels if candidate_preprocessing is None else prepared(sample, candidate_preprocessing)
     expected = infer(reference, pixels, BATCH)
-    batched, alone = infer(candidate, candidate_pixels, BATCH), infer(candidate, candidate_pixels, 1)
+    batched, alone, again = (infer(candidate, candidate_pixels, size) for size in (batch_size, 1, 1))
     error = float(difference(expected, batched).max())
     if not np.isfinite(alone).all():
         return Diagnosis("overflow: logits are NaN or infinite", error, error)
+    if (moved := float(difference(alone, again).max())) > allowed:
+        text = f"not deterministic, as of dropout that is left on: an image run twice alone moves by {moved:.3g}"
+        return Diagnosis(text, error, error)
     error_alone = float(difference(expected, alone).max())
     moved = float(difference(batched, alone).max())
     if moved > allowed and moved > EXPLAINED * error:
-        text = f"batch-dependent graph: rows move by {moved:.3g} with who shares their batch"
+        text = f"batch-dependent graph: rows move by {moved:.3g} in batches of {batch_size}"
         return Diagnosis(text, error, error_alone)
     # From here on an image's logits alone: what is left of the error is not of the batch.
     mistakes = _ReferenceWithMistakes(reference, sample, preprocessing, pixels, expected, renormalized)

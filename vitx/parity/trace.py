@@ -145,6 +145,8 @@ def diagnosis_note(
     With `traced` the layers are named elsewhere, or are out of sight: a sentence without a cause does not recommend
     --trace.
     """
+    error_by_size = certificate.max_logit_error_by_batch_size
+    worst = max(error_by_size, key=lambda size: error_by_size[size])
     found = diagnose(
         reference.session,
         candidate.session,
@@ -152,6 +154,7 @@ def diagnosis_note(
         reference.preprocessing,
         candidate_preprocessing=candidate.preprocessing,
         renormalized=reference.renormalized,
+        batch_size=worst if worst > 1 else max(error_by_size),
         allowed=certificate.max_logit_error_allowed,
     )
     return str(found) if found.cause or not traced else "no common mistake explains it"
