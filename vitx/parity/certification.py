@@ -21,6 +21,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
 from vitx.parity.comparison import BATCH_SIZES, Comparison, compare
+from vitx.parity.executables.judgement import BATCH
 from vitx.parity.executables.listing import RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
 from vitx.parity.executables.verdict_cache import keep_verdict
 from vitx.parity.loaded_model import LoadedModel
@@ -197,11 +198,19 @@ def _write_certificate(
     """Write the certificate with a verdict on each executable, and keep the passing ones in this machine's cache."""
     before = kept_certificate(bundle)
     verdicts = [*before.executables] if before is not None else []
+    own = certificate.as_verdict(executable_of(bundle.subject(), candidate.session))
     if certificate.verdict == "pass":
         device_of_all = device_name(device)
-        verdicts += verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
+        judged = verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
+        verdicts += judged
+        # The witness set is run in batches of another size. Its logits must agree too; flips are counted on the split.
+        wrong = [v for v in judged if v.executable == own.executable and v.max_logit_error > v.max_logit_error_allowed]
+        if wrong:
+            reasons = (f"the witness set, in batches of {BATCH}: {'; '.join(wrong[0].reasons)}",)
+            certificate = certificate.model_copy(update={"verdict": "fail", "reasons": reasons}).sealed()
+            own = wrong[0]
     if not candidate.twin:  # the last word on the runtime that ran all images, not only the witness set
-        verdicts.append(certificate.as_verdict(executable_of(bundle.subject(), candidate.session)))
+        verdicts.append(own)
     if certificate.verdict == "pass" and WITNESS not in bundle.manifest.files:
         run = "run `vitx parity RUN BUNDLE --runtime"
         if not any(each.verdict == "pass" for each in verdicts):

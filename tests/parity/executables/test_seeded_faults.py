@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -248,3 +249,25 @@ def test_predict_refuses_it_too(witnessed: Bundle, vitx: Any, colours_folder: Pa
         *("--allow-uncertified", "--json"),
     )
     assert (code, json.loads(out)["certified"]) == (0, False)
+
+
+def test_a_graph_that_is_wrong_in_the_witness_set_s_batches_alone_is_not_certified(bare: Bundle) -> None:
+    """The comparison runs batches of 1, 2, 7 and 32; that of 16 is the witness set's."""
+    model = tiny_graph("batch_mean")
+    del model.graph.node[-2:]
+    constants = {"sixteen": np.array([16]), "drift": np.float32(0.01), "no_drift": np.float32(0)}
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(x), name) for name, x in constants.items())
+    model.graph.node.extend(
+        [
+            helper.make_node("Shape", ["scores"], ["size"], start=0, end=1),
+            helper.make_node("Equal", ["size", "sixteen"], ["alike"]),
+            helper.make_node("Where", ["alike", "drift", "no_drift"], ["added"]),
+            helper.make_node("Add", ["scores", "added"], ["logits"]),
+        ]
+    )
+    bare.model_path.write_bytes(model.SerializeToString())
+    certificate = certify_bundle(seal_manifest(bare.path))
+    assert certificate.verdict == "fail"
+    assert certificate.reasons[0].startswith("the witness set, in batches of 16: largest logit error 0.01, allowed")
+    assert read_certificate(bare) == certificate
+    assert [each.verdict for each in certificate.executables if each.executable.runtime == "onnxruntime"] == ["fail"]
