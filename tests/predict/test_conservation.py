@@ -1,6 +1,9 @@
 """What is listed is predicted, unreadable or skipped: `summary.json` counts all, and says when they do not add up."""
 
+import io
 import json
+import os
+import re
 import sqlite3
 import tarfile
 from contextlib import closing
@@ -175,3 +178,66 @@ def test_many_suffixes_are_bounded() -> None:
     assert skipped.count == 1000
     assert len(skipped.by_suffix) == MAX_SUFFIXES + 1
     assert skipped.by_suffix["(other)"] == 1000 - MAX_SUFFIXES
+
+
+NOT_LISTED = r"^not complete: files and folders that could not be read to their end: {}\. How many images are missing"
+
+
+@pytest.mark.parametrize("shard", [None, "1/1", "1/2"], ids=["local", "the only job", "a job"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet"])
+def test_a_file_that_breaks_off_is_no_success_however_many_images_are_read(
+    tiny_bundle: Bundle, tmp_path: Path, shard: str | None, suffix: str
+) -> None:
+    """One row stands for all that it hides: no rate says how many images have none."""
+    whole = io.BytesIO()
+    pq.write_table(pa.table({"image": IMAGES * 30}), whole)
+    data = tar_of({f"{i}.png": IMAGES[i % 4] for i in range(120)}) if suffix == "tar" else whole.getvalue()
+    for name in "abcd":
+        (tmp_path / f"{name}.{suffix}").write_bytes(data)
+    end = data.rindex(b"119.png") + 100 if suffix == "tar" else -9  # within a header, or the footer
+    (tmp_path / f"a.{suffix}").write_bytes(data[:end])
+    given: dict[str, Any] = {"shard": shard}
+    summary = run(tiny_bundle, tmp_path / f"*.{suffix}", tmp_path / "out", **given)
+    assert summary.errors / summary.images < PredictOptions().max_error_rate
+    assert (summary.errors, summary.uncounted, summary.complete) == (1, 1, False)
+    with pytest.raises(CheckFailed, match=NOT_LISTED.format(1)):
+        summary.check_errors(0.99)
+    summary.check_errors(1)
+    assert run(tiny_bundle, tmp_path / f"*.{suffix}", tmp_path / "out", **given) == summary
+    (tmp_path / f"a.{suffix}").write_bytes(data)
+    mended = run(tiny_bundle, tmp_path / f"*.{suffix}", tmp_path / "out", **given, retry_errors=True)
+    assert (mended.errors, mended.uncounted, mended.complete) == (0, 0, True)
+    assert mended.images == (240 if shard == "1/2" else 480)
+    mended.check_errors(0)
+
+
+def test_a_file_that_broke_off_and_is_gone_is_still_no_success(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    for name in ("a.tar", "b.tar"):
+        (tmp_path / name).write_bytes(tar_of(dict.fromkeys(("0.png", "1.png"), IMAGES[0]))[:1000])
+    run(tiny_bundle, tmp_path / "*.tar", tmp_path / "out")
+    (tmp_path / "a.tar").unlink()
+    kept = run(tiny_bundle, tmp_path / "*.tar", tmp_path / "out", retry_errors=True)
+    assert (kept.uncounted, kept.complete) == (2, False)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_success(
+    tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to a parent folder hides nothing: its images are rows already."""
+    write(tmp_path / "in", "a.png", "b.png", "locked/c.png")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    real = os.scandir
+
+    def guarded(path: Any) -> Any:
+        if str(path).rstrip("/").endswith("locked"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    command = ("predict", tiny_bundle.path, tmp_path / "in", "--out", tmp_path / "out", "--max-error-rate")
+    code, printed, error = vitx(*command, "0.9")
+    assert (code, printed.count("not read to the end")) == (1, 1)
+    assert re.search(NOT_LISTED.format(1).replace("^", "error: "), error)
+    assert vitx(*command, "1")[0] == 0
+    summary = json.loads((tmp_path / "out" / SUMMARY).read_text())
+    assert (summary["errors"], summary["uncounted"], summary["complete"]) == (2, 1, False)

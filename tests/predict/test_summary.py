@@ -60,6 +60,7 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
         "increment": None,
         "images": 14,
         "errors": 6,
+        "uncounted": 0,
         "shards": 3,
         "classes": {"blue": 2, "green": 1, "grey": 0, "red": 5},
         "images_here": 6,

@@ -49,6 +49,7 @@ def _print(summary: "PredictionSummary", out: str) -> None:
         {
             "written to": f"{out.rstrip('/')}/{PREDICTIONS}",
             "unreadable": summary.errors,
+            **({"not read to the end": summary.uncounted} if summary.uncounted else {}),
             "skipped": names,
             **({} if summary.increment is None else {"compared with the output": str(summary.increment)}),
             "done by the last process": summary.images_here,  # that did any, of a run that was finished

@@ -78,7 +78,10 @@ class Shard:
 
 
 class ShardRecord(NamedTuple):
-    """Of a finished shard. digest: the file's sha256. classes: images by index. listed: names, with the `skipped`."""
+    """Of a finished shard. digest: the file's sha256. classes: images by index. listed: names, with the `skipped`.
+
+    uncounted: files and folders that were not read to their end.
+    """
 
     digest: str
     images: int
@@ -86,6 +89,7 @@ class ShardRecord(NamedTuple):
     classes: dict[int, int]
     listed: int = 0
     skipped: SkippedNames = NONE_SKIPPED
+    uncounted: int = 0
 
 
 class Totals(NamedTuple):
@@ -347,9 +351,10 @@ class Ledger:
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
         for number, kind, record in self._pages("id, kind, record", "digest NOTNULL"):
-            digest, images, errors, classes, listed, skipped = json.loads(record)
+            digest, images, errors, classes, listed, skipped, *uncounted = json.loads(record)
             by_class = {int(index): count for index, count in classes.items()}
-            yield number, kind, ShardRecord(digest, images, errors, by_class, listed, SkippedNames(**skipped))
+            counts = (images, errors, by_class, listed, SkippedNames(**skipped), *uncounted)
+            yield number, kind, ShardRecord(digest, *counts)
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
         """Yield columns, of which `id` is the first, a page at a time: no SELECT is open while the caller writes."""

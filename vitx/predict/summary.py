@@ -58,8 +58,8 @@ class Increment(Record):
 class PredictionSummary(Record):
     """Counts of the whole input (with `shard` I/N, of that part), and the speed of the process that wrote the file.
 
-    images: rows. errors: unreadable images. classes: images by label. complete: all names that were listed are among
-    `sources`. Of this process alone: images_here, seconds, images_per_second, stages (the part of the time that each
+    images: rows. errors: unreadable images. classes: images by label. uncounted: files and folders that were not read to
+    their end. complete: there are none, and all names that were listed are among `sources`. Of this process alone: images_here, seconds, images_per_second, stages (the part of the time that each
     was busy, 0 to 1), binding (the busiest), runtime. draft: what `--draft` changed on the sample.
     """
 
@@ -70,6 +70,7 @@ class PredictionSummary(Record):
     input: str
     images: int
     errors: int
+    uncounted: int = 0
     shards: int
     classes: dict[str, int]
     complete: bool
@@ -90,6 +91,7 @@ class PredictionSummary(Record):
     def check_errors(self, max_error_rate: float, share: Share = WHOLE) -> None:
         """Raise CheckFailed unless complete, and if a larger share of images is unreadable than `max_error_rate`.
 
+        With a rate of 1 files may be `uncounted`: of their images no rate is known.
         share: of the input that was predicted; how to begin anew depends on it.
         """
         for source, counts in self.sources.items():
@@ -99,6 +101,12 @@ class PredictionSummary(Record):
                     f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the ledger in "
                     f".vitx was changed meanwhile: choose another folder, or {share.anew}"
                 )
+        if self.uncounted and max_error_rate < 1:
+            raise CheckFailed(
+                f"not complete: files and folders that could not be read to their end: {self.uncounted}. How many "
+                "images are missing is not known; the column `error` has the reasons. Mend them and pass "
+                "--retry-errors, or --max-error-rate 1 to do without them"
+            )
         if self.images and self.errors / self.images > max_error_rate:
             raise CheckFailed(
                 f"{self.errors} of {self.images} images are unreadable, more than --max-error-rate {max_error_rate:g}: "
@@ -119,13 +127,14 @@ def summarize(
     labels = bundle.manifest.labels
     images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
     source, skipped = run["source"], SkippedNames(**run["skipped"])
-    counted = defaultdict[str, Counter[str]](Counter)
+    counted, uncounted = defaultdict[str, Counter[str]](Counter), 0
     if skipped.count:
         counted[source].update(listed=skipped.count, skipped=skipped.count)
     for _, kind, record in ledger.records():
         of_shard = {"listed": record.listed, "unreadable": record.errors, "skipped": record.skipped.count}
         counted[source if kind == "images" else kind].update(of_shard, predicted=record.images - record.errors)
         skipped.merge(record.skipped)
+        uncounted += record.uncounted
         for index, images in record.classes.items():
             images_by_label[labels[index]] += images
     sources = {name: SourceCounts(**counts) for name, counts in counted.items()}
@@ -138,7 +147,8 @@ def summarize(
         errors=totals.errors,
         shards=totals.shards,
         classes=images_by_label,
-        complete=not any(counts.missing for counts in sources.values()),
+        uncounted=uncounted,
+        complete=not uncounted and not any(counts.missing for counts in sources.values()),
         sources=sources,
         skipped_names=SkippedNames(
             {escape_invalid_utf8(suffix): count for suffix, count in skipped.by_suffix.items()},

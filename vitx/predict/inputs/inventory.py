@@ -40,7 +40,8 @@ class Item(NamedTuple):
     """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
     copied: a `pyarrow.RecordBatch` of one row of columns that go on to the output. version: see `stores.version_of`.
-    place: in its shard, where rows of it are kept.
+    place: in its shard, where rows of it are kept. uncounted: the error is of a file or a folder that was not read to
+    its end, so it hides any number of images.
     """
 
     key: str
@@ -48,6 +49,7 @@ class Item(NamedTuple):
     copied: Any = None
     version: str | None = None
     place: int = 0
+    uncounted: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ def read_shard(
         kind = stores.Gone if isinstance(error, FileNotFoundError) else ImageError
         reason = kind(f"cannot read the {where}: {error}")
     if shard.count is None:
-        yield Item(named(shard.location), reason, version=version)
+        yield Item(named(shard.location), reason, version=version, uncounted=True)
     for lost in range(row, end):
         yield Item(named(f"{shard.location}/{lost:07d}"), reason, version=version)
 
@@ -278,4 +280,4 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
     try:
         return item._replace(source=stores.read_bytes(source, stopped))
     except ImageError as error:
-        return item._replace(source=error)
+        return item._replace(source=error, uncounted=isinstance(error, stores.NotListed))

@@ -42,6 +42,10 @@ class Gone(ImageError):
     """There is nothing at the location."""
 
 
+class NotListed(ImageError):
+    """The location is a folder, with nobody knows how many images."""
+
+
 def is_url(location: str) -> bool:
     return "://" in location
 
@@ -110,7 +114,7 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     EnvironmentMissing if that is this machine's fault, such as too many open files.
     """
     if location.endswith("/") and not is_http(location):  # perhaps one that `walk_images` did not enter
-        raise ImageError(_folder_problem(location))
+        raise _folder_problem(location)
     try:
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
     except InputError as error:
@@ -231,7 +235,10 @@ def _location(system: Any, path: str, host: str = "") -> str:
 
 
 def is_folder(location: str) -> bool:
-    return bool(_look(location, "isdir")) if is_url(location) else os.path.isdir(location)
+    if not is_url(location):
+        return os.path.isdir(location)
+    # To fsspec's own question, which Hugging Face's package answers too, any error is a no.
+    return bool(_look(location, "isdir")) or (_look(location, "info") or {}).get("type") == "directory"
 
 
 def exists(location: str) -> bool:
@@ -339,15 +346,16 @@ def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dic
             yield one.name, {}, above | {here} if inside else None
 
 
-def _folder_problem(location: str) -> str:
+def _folder_problem(location: str) -> ImageError:
     system, path = _opened(location)
     try:
         next(_children(system, f"{path}/", frozenset()), None)
     except ImageError as error:
-        return str(error)
+        return NotListed(str(error))
     except OSError as error:
-        return f"cannot list the folder: {error.strerror or error}"
+        return NotListed(f"cannot list the folder: {error.strerror or error}")
     if system is not None:
-        return "a folder, which can be listed now, by another run; or an object whose name ends with a slash"
-    linked = os.path.islink(path)
-    return "a link to one of its own parent folders: not followed" if linked else "a folder: expected an image"
+        return NotListed("a folder, which can be listed now, by another run; or an object whose name ends with a slash")
+    if os.path.islink(path):
+        return ImageError("a link to one of its own parent folders: not followed")
+    return NotListed("a folder: expected an image")

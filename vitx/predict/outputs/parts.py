@@ -92,7 +92,7 @@ class KeptRows:
     def __init__(self, path: Path, again: frozenset[int]) -> None:
         with path.open("rb") as file:
             table = pq.ParquetFile(file).read(columns=["path", "error"])
-        self._path, self._keys = path, table["path"].to_pylist()
+        self._path, self.keys = path, table["path"].to_pylist()
         errors = frozenset(np.flatnonzero(table["error"].is_valid().to_numpy()).tolist())
         self._again, self._predicted = again | errors, again - errors
         # Whether the row at each place of the new file is that of the old one.
@@ -107,7 +107,7 @@ class KeptRows:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
         row = len(self._kept)
         again = row in self._again or EVERY_ROW in self._again
-        kept = row < len(self._keys) and not again and self._keys[row] == key
+        kept = row < len(self.keys) and not again and self.keys[row] == key
         self._kept.append(kept)
         return kept
 
@@ -118,7 +118,7 @@ class KeptRows:
 
     def keep_all(self) -> int:
         """Called if the file that the rows are of is gone: all are kept; return how many."""
-        self._kept = [True] * len(self._keys)
+        self._kept = [True] * len(self.keys)
         return len(self._kept)
 
     def merge_into(self, path: Path) -> None:
@@ -196,8 +196,14 @@ class PartWriter:
         if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
-    def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
-        """Write what remains, the `kept` rows among it, and flush to the disk. listed, skipped: see `ShardRecord`."""
+    def finish(
+        self,
+        listed: int = 0,
+        skipped: SkippedNames = NONE_SKIPPED,
+        uncounted: int = 0,
+        kept: KeptRows | None = None,
+    ) -> Part:
+        """Write what remains, the `kept` rows among it, and flush to the disk. The others: see `ShardRecord`."""
         self._write_group()
         self._writer.close()
         if kept is not None:
@@ -206,7 +212,7 @@ class PartWriter:
         with pq.ParquetFile(self._temporary) as file:
             best = file.read(columns=["class_index"])["class_index"]
         classes = {one["values"]: one["counts"] for one in best.drop_null().value_counts().to_pylist()}
-        counts = (len(best), best.null_count, classes, listed, skipped)
+        counts = (len(best), best.null_count, classes, listed, skipped, uncounted)
         return Part(self.path, self._temporary, ShardRecord(sha256_file(self._temporary), *counts))
 
     def abandon(self) -> None:

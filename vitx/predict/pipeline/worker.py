@@ -16,7 +16,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import Gone
+from vitx.predict.inputs.stores import Gone, escape_invalid_utf8
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
@@ -64,19 +64,21 @@ class Job:
 class Reading:
     """A shard, and what is found in it while it is read. kept: rows of its last file, which are not made again.
 
-    gone: the tar or Parquet file is no longer there, and all its rows are kept.
+    gone: the tar or Parquet file is no longer there, and all its rows are kept. uncounted: see `Item`.
     """
 
     claim: Claim
     kept: KeptRows | None
     skipped: SkippedNames = field(default_factory=SkippedNames)
     images: int = 0
+    uncounted: int = 0
     gone: bool = False
 
     def remaining(self, items: Iterable[Item]) -> Iterator[Item]:
         for item in items:
             if self.kept is not None and isinstance(item.source, Gone):  # single images are not read yet
                 self.images, self.gone = self.kept.keep_all(), True
+                self.uncounted = self.kept.keys.count(escape_invalid_utf8(self.claim.shard.location))
                 return
             self.images += 1
             if self.kept is None or not self.kept.keep(item.key):
@@ -197,6 +199,7 @@ class Worker:
         size = self.job.options.batch_size
         for reading, images in decoded:
             waiting += [item for item in images if not reading.stays(item)]
+            reading.uncounted += sum(item.uncounted for item in images)
             # A full batch, or at the end of the shard what is left.
             while len(waiting) >= size or (waiting and not images):
                 yield reading, waiting[:size]
@@ -250,7 +253,8 @@ class Worker:
                         writer.add(self._rows(batch))
                         done = len(batch[0])
                     else:
-                        done, writer = writer.finish(reading.listed(), reading.skipped, reading.kept), None
+                        found = (reading.listed(), reading.skipped, reading.uncounted)
+                        done, writer = writer.finish(*found, reading.kept), None
                 yield reading.claim, done
         finally:
             if writer is not None:
