@@ -220,8 +220,9 @@ def test_a_file_that_broke_off_and_is_gone_is_still_no_success(tiny_bundle: Bund
     assert (kept.uncounted, kept.complete) == (2, False)
 
 
+@pytest.mark.parametrize("pattern", ["", "**/*.png"])
 def test_a_folder_that_cannot_be_listed_is_no_success(
-    tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
     """A link to a parent folder hides nothing: its images are rows already."""
     write(tmp_path / "in", "a.png", "b.png", "locked/c.png")
@@ -234,7 +235,7 @@ def test_a_folder_that_cannot_be_listed_is_no_success(
         return real(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    command = ("predict", tiny_bundle.path, tmp_path / "in", "--out", tmp_path / "out", "--max-error-rate")
+    command = ("predict", tiny_bundle.path, tmp_path / "in" / pattern, "--out", tmp_path / "out", "--max-error-rate")
     code, printed, error = vitx(*command, "0.9")
     assert (code, printed.count("not read to the end")) == (1, 1)
     assert re.search(NOT_LISTED.format(1).replace("^", "error: "), error)

@@ -10,13 +10,14 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.inventory import base_of
 from vitx.predict.inputs.stores import (
     absolute,
     expand,
+    is_folder,
     is_image_name,
     join,
     open_stream,
@@ -245,6 +246,35 @@ def test_a_remote_folder_that_cannot_be_listed_is_a_row(monkeypatch: pytest.Monk
     tree.listings["b/in"] = PermissionError("Access Denied")
     with pytest.raises(InputError, match=r"^cannot list the folder 's3://b/in': Access Denied$"):
         list(walk_images("s3://b/in", print))
+
+
+class Hub(AbstractFileSystem):  # type: ignore[misc]
+    """A folder, of which the server fails the first times: to fsspec's `isdir` any error is a no."""
+
+    protocol = "hub"
+    cachable = False
+    failures = 0
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        Hub.failures -= 1
+        if Hub.failures >= 0:
+            raise OSError("503 Service Unavailable")
+        return {"name": path, "type": "directory", "size": 0}
+
+
+def test_a_server_that_fails_once_does_not_make_a_folder_a_file(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    fsspec.register_implementation("hub", Hub, clobber=True)
+    monkeypatch.setattr(Hub, "failures", 1)
+    assert is_folder("hub://user/images")
+    assert waits == []
+    monkeypatch.setattr(Hub, "failures", 3)
+    assert is_folder("hub://user/images")
+    assert waits == [0.2, 1.0]
+    monkeypatch.setattr(Hub, "failures", 9)
+    with pytest.raises(EnvironmentMissing, match=r"^cannot look for 'hub://user/images': it gives no answer: OSError"):
+        is_folder("hub://user/images")
 
 
 class Bucket(AbstractFileSystem):  # type: ignore[misc]

@@ -178,7 +178,7 @@ def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, It
 
 def _images_of(names: Iterable[str], beside: Callable[[str], None]) -> Iterator[str]:
     for name in names:
-        if stores.is_image_name(name):
+        if stores.is_image_name(name) or name.endswith("/"):  # or a folder that cannot be listed
             yield name
         else:
             beside(name)
