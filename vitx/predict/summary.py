@@ -58,9 +58,10 @@ class Increment(Record):
 class PredictionSummary(Record):
     """Counts of the whole input (with `shard` I/N, of that part), and the speed of the process that wrote the file.
 
-    images: rows. errors: unreadable images. classes: images by label. uncounted: files and folders that were not read to
-    their end. complete: there are none, and all names that were listed are among `sources`. Of this process alone: images_here, seconds, images_per_second, stages (the part of the time that each
-    was busy, 0 to 1), binding (the busiest), runtime. draft: what `--draft` changed on the sample.
+    images: rows. errors: unreadable images. classes: images by label. uncounted: files and folders not read to their
+    end. complete: there are none, and all names that were listed are among `sources`. Of this process alone:
+    images_here, seconds, images_per_second, stages (the part of the time that each was busy, 0 to 1), binding (the
+    busiest), runtime. draft: what `--draft` changed on the sample.
     """
 
     format_version: int = 4
