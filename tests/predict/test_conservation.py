@@ -242,3 +242,27 @@ def test_a_folder_that_cannot_be_listed_is_no_success(
     assert vitx(*command, "1")[0] == 0
     summary = json.loads((tmp_path / "out" / SUMMARY).read_text())
     assert (summary["errors"], summary["uncounted"], summary["complete"]) == (2, 1, False)
+
+
+def test_a_folder_that_an_increment_can_list_hides_nothing_any_more(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without increments its images are not in the run, and it is uncounted also when it can be listed."""
+    write(tmp_path / "in", "a.png", "locked/c.png")
+    real = os.scandir
+
+    def guarded(path: Any) -> Any:
+        if str(path).rstrip("/").endswith("locked"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    for incremental in (False, True):
+        out, given = tmp_path / f"out-{incremental}", {"incremental": incremental}
+        monkeypatch.setattr(os, "scandir", guarded)
+        first = run(tiny_bundle, tmp_path / "in", out, **given)
+        again = run(tiny_bundle, tmp_path / "in", out, **given, retry_errors=True)
+        assert (first.images, first.uncounted, again.uncounted) == (2, 1, 1)
+        monkeypatch.setattr(os, "scandir", real)
+        listed_now = run(tiny_bundle, tmp_path / "in", out, **given, retry_errors=True)
+        assert (listed_now.images, listed_now.errors) == (2 + incremental, 1)
+        assert (listed_now.uncounted, listed_now.complete) == (int(not incremental), incremental)

@@ -106,7 +106,7 @@ class PredictionSummary(Record):
             raise CheckFailed(
                 f"not complete: files and folders that could not be read to their end: {self.uncounted}. How many "
                 "images are missing is not known; the column `error` has the reasons. Mend them and pass "
-                "--retry-errors, or --max-error-rate 1 to do without them"
+                "--retry-errors (for a folder begin anew), or --max-error-rate 1 to do without them"
             )
         if self.images and self.errors / self.images > max_error_rate:
             raise CheckFailed(

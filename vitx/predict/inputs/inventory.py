@@ -280,4 +280,6 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
     try:
         return item._replace(source=stores.read_bytes(source, stopped))
     except ImageError as error:
-        return item._replace(source=error, uncounted=isinstance(error, stores.NotListed))
+        # An increment has found what is in a folder that can be listed.
+        hides = stores.NotListed if not versions or not isinstance(error, stores.ListedNow) else ()
+        return item._replace(source=error, uncounted=isinstance(error, hides))

@@ -43,7 +43,11 @@ class Gone(ImageError):
 
 
 class NotListed(ImageError):
-    """The location is a folder, with nobody knows how many images."""
+    """The location is a folder that could not be listed, with nobody knows how many images."""
+
+
+class ListedNow(NotListed):
+    """It can be listed by now."""
 
 
 def is_url(location: str) -> bool:
@@ -355,7 +359,7 @@ def _folder_problem(location: str) -> ImageError:
     except OSError as error:
         return NotListed(f"cannot list the folder: {error.strerror or error}")
     if system is not None:
-        return NotListed("a folder, which can be listed now, by another run; or an object whose name ends with a slash")
+        return ListedNow("a folder, which can be listed now, by another run; or an object whose name ends with a slash")
     if os.path.islink(path):
         return ImageError("a link to one of its own parent folders: not followed")
-    return NotListed("a folder: expected an image")
+    return ListedNow("a folder: expected an image")
