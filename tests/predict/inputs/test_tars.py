@@ -57,6 +57,19 @@ def test_a_whole_archive() -> None:
     assert read(WHOLE[: 20 * MEMBER] + bytes(512)) == (IMAGES, "")
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE], ids=["soft", "hard"])
+def test_a_link_says_how_its_image_is_packed(kind: bytes) -> None:
+    info = tarfile.TarInfo("link.png")
+    info.type, info.linkname = kind, NAMES[0]
+    found, error = read(WHOLE[: 20 * MEMBER] + info.tobuf() + bytes(1024))
+    assert (found[:-1], error) == (IMAGES, "")
+    name, reason = found[-1]
+    assert (name, str(reason)) == (
+        "link.png",
+        "a link, which is not followed: pack it with tar --dereference --hard-dereference",
+    )
+
+
 def test_members_that_were_read_are_not_kept() -> None:
     """The headers of 4,900 members would be 3 MB and more."""
     small = archive([f"{index}.png" for index in range(5000)])

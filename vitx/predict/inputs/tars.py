@@ -115,5 +115,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | Image
         check_size(member.size)
     except ImageError as error:
         return error
+    if member.issym() or member.islnk():  # a stream cannot go back to what it is a link to
+        return ImageError("a link, which is not followed: pack it with tar --dereference --hard-dereference")
     content = archive.extractfile(member) if member.isfile() else None
     return ImageError("not a regular file") if content is None else content.read()
