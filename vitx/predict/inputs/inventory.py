@@ -144,7 +144,8 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     if units and len(refused) == len(units) and not count:
         raise refused[0]
     if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
-        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
+        others = f"'{source}' has others too, or a folder that cannot be listed"
+        raise InputError(f"--key {columns.key} is of Parquet files, and {others}: predict those apart")
     return Inventory(base, tuple(units), source=named, skipped=skipped, schema=schema)
 
 
