@@ -259,7 +259,7 @@ def test_certified_here_by_the_command(vitx: Any, witnessed: Bundle, bare: Bundl
     code, _, err = vitx("parity", bare.path)
     assert (code, "has no witness set: compare it with its run" in err) == (2, True)
     code, _, err = vitx("parity", bare.path / "openvino")
-    assert (code, "alone is no bundle" in err) == (2, True)
+    assert (code, "is no bundle, it has no manifest.json" in err) == (2, True)
     write_ir(witnessed.path, "drift")
     seal_certificate(seal_manifest(witnessed.path))
     code, out, err = vitx("parity", witnessed.path, "--runtime", "openvino", "--json", "--device", "cpu")

@@ -50,7 +50,7 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     `--max-flip-rate` that was given; CheckFailed for a certificate that was edited, unless a rate was given.
     """
     if path.exists() and not (path / MANIFEST).is_file():
-        raise InputError(f"'{path}' alone is no bundle: expected a reference and a candidate, or one bundle")
+        raise InputError(f"'{path}' is no bundle, it has no {MANIFEST}: expected one, or a reference and a candidate")
     bundle = Bundle.open(path)
     witness = read_witness(bundle)
     if witness is None:
