@@ -124,6 +124,7 @@ FAMILIES: dict[str, Family] = {
             "fold-residual-scale": 2,
             "fold-layer-norm-affine": 2,
             "drop-row-constants": 2,
+            "fold-value-bias": 1,
             "join-tokens": 1,
         },
         {"fold_scales": 3, "view_transposes": 2, "linears_as_gemm": 5, "view_after_elementwise": 1, "merge_views": 7},
