@@ -99,13 +99,14 @@ class ExportAttention(nn.Module):
             self.after = HeadMix(trained.proj_post.weight, trained.proj_post.bias)
         elif isinstance(trained, CaitAttention):
             self.before = HeadMix(trained.proj_l.weight, trained.proj_l.bias)
-            self.after = HeadMix(trained.proj_w.weight, trained.proj_w.bias)
+            weight_HH: Tensor = trained.proj_w.weight
+            bias_H: Tensor = trained.proj_w.bias
             if isinstance(trained, AttnScaleTalkingHeadAttn):
                 assert tokens is not None
                 # (1+ω)(WA + b) − ω/N is a mix as well.
-                factor_H = 1 + trained.lamb.detach()
-                bias_H = factor_H * trained.proj_w.bias.detach() - trained.lamb.detach() / tokens
-                self.after = HeadMix(factor_H[:, None] * trained.proj_w.weight, bias_H)
+                factor_H = 1 + trained.lamb
+                weight_HH, bias_H = factor_H[:, None] * weight_HH, factor_H * bias_H - trained.lamb / tokens
+            self.after = HeadMix(weight_HH, bias_H)
         elif isinstance(trained, ReAttention):
             mix = HeadMix(trained.reatten_matrix.weight.flatten(1), trained.reatten_matrix.bias)
             norm = trained.var_norm
@@ -324,7 +325,7 @@ def fixed_tokens(root: nn.Module) -> int | None:
     """
     cait: Any = root if type(root) is Cait else getattr(root, "model", None)
     if type(cait) is Cait:
-        return int(cait.patch_embed.num_patches)  # type: ignore[arg-type]
+        return cait.pos_embed.shape[1]
     model = vision_transformer(root)
     if model is None or model.dynamic_img_size:
         return None
