@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import sqlite3
 import tarfile
@@ -18,6 +17,7 @@ import pytest
 
 from bundle_fixture import NumpySession, colour_image, listed, png, tar_of
 from cli_fixture import Vitx
+from faulty_disk import unlistable
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_file
@@ -27,6 +27,7 @@ from vitx.predict.inputs.skipped import MAX_SUFFIXES, SkippedNames
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 
+DENIED = PermissionError(13, "Permission denied")
 IMAGES = [png(colour_image(index % 4, np.random.default_rng(index))) for index in range(4)]
 
 
@@ -222,47 +223,31 @@ def test_a_file_that_broke_off_and_is_gone_is_still_no_success(tiny_bundle: Bund
 
 @pytest.mark.parametrize("pattern", ["", "**/*.png"])
 def test_a_folder_that_cannot_be_listed_is_no_success(
-    tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch, pattern: str
+    tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx, pattern: str
 ) -> None:
     """A link to a parent folder hides nothing: its images are rows already."""
     write(tmp_path / "in", "a.png", "b.png", "locked/c.png")
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
-    real = os.scandir
-
-    def guarded(path: Any) -> Any:
-        if str(path).rstrip("/").endswith("locked"):
-            raise PermissionError(13, "Permission denied")
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", guarded)
     command = ("predict", tiny_bundle.path, tmp_path / "in" / pattern, "--out", tmp_path / "out", "--max-error-rate")
-    code, printed, error = vitx(*command, "0.9")
+    with unlistable("locked", DENIED):
+        code, printed, error = vitx(*command, "0.9")
+        any_rate, _, _ = vitx(*command, "1")
     assert (code, printed.count("not read to the end")) == (1, 1)
     assert re.search(NOT_LISTED.format(1).replace("^", "error: "), error)
-    assert vitx(*command, "1")[0] == 0
+    assert any_rate == 0
     summary = json.loads((tmp_path / "out" / SUMMARY).read_text())
     assert (summary["errors"], summary["uncounted"], summary["complete"]) == (2, 1, False)
 
 
-def test_a_folder_that_an_increment_can_list_hides_nothing_any_more(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_an_increment_can_list_hides_nothing_any_more(tiny_bundle: Bundle, tmp_path: Path) -> None:
     """Without increments its images are not in the run, and it is uncounted also when it can be listed."""
     write(tmp_path / "in", "a.png", "locked/c.png")
-    real = os.scandir
-
-    def guarded(path: Any) -> Any:
-        if str(path).rstrip("/").endswith("locked"):
-            raise PermissionError(13, "Permission denied")
-        return real(path)
-
     for incremental in (False, True):
         out, given = tmp_path / f"out-{incremental}", {"incremental": incremental}
-        monkeypatch.setattr(os, "scandir", guarded)
-        first = run(tiny_bundle, tmp_path / "in", out, **given)
-        again = run(tiny_bundle, tmp_path / "in", out, **given, retry_errors=True)
+        with unlistable("locked", DENIED):
+            first = run(tiny_bundle, tmp_path / "in", out, **given)
+            again = run(tiny_bundle, tmp_path / "in", out, **given, retry_errors=True)
         assert (first.images, first.uncounted, again.uncounted) == (2, 1, 1)
-        monkeypatch.setattr(os, "scandir", real)
         listed_now = run(tiny_bundle, tmp_path / "in", out, **given, retry_errors=True)
         assert (listed_now.images, listed_now.errors) == (2 + incremental, 1)
         assert (listed_now.uncounted, listed_now.complete) == (int(not incremental), incremental)

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from bundle_fixture import LABELS, NumpySession, colour_image, listed, png
 from cli_fixture import Vitx
+from faulty_disk import unlistable
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, UInt8Array
@@ -240,37 +241,21 @@ def test_odd_files_are_rows(tiny_bundle: Bundle, folder: Path, tmp_path: Path, m
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another user's rights")
-def test_folder_that_cannot_be_listed_is_a_row(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_listed_is_a_row(folder: Path, tmp_path: Path) -> None:
     (folder / "locked").mkdir()
-    real = os.scandir
-
-    def guarded(path: Any) -> Any:
-        if str(path).rstrip("/").endswith("locked"):
-            raise PermissionError(13, "Permission denied")
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", guarded)
-    inventory = listed(str(folder), tmp_path / "list", 100)
-    items = [read_item(item) for item in read_shard(inventory.shards[0], inventory.base, tmp_path / "list")]
+    with unlistable("locked", PermissionError(13, "Permission denied")):
+        inventory = listed(str(folder), tmp_path / "list", 100)
+        items = [read_item(item) for item in read_shard(inventory.shards[0], inventory.base, tmp_path / "list")]
     assert {item.key: str(item.source) for item in items if not isinstance(item.source, bytes)} == {
         "locked/": "cannot list the folder: Permission denied"
     }
 
 
-def test_too_many_open_files_are_no_fault_of_a_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_open_files_are_no_fault_of_a_folder(folder: Path, tmp_path: Path) -> None:
     """Its images would be missing from an output that is finished."""
     (folder / "below").mkdir()
-    real = os.scandir
-
-    def full(path: Any) -> Any:
-        if str(path).rstrip("/").endswith("below"):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", full)
-    with pytest.raises(OSError, match="Too many open files"):
+    full = OSError(errno.EMFILE, "Too many open files")
+    with unlistable("below", full), pytest.raises(OSError, match="Too many open files"):
         listed(str(folder), tmp_path / "list", 100)
 
 

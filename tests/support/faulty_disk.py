@@ -160,6 +160,21 @@ def faulty_disk(root: Path, *, kill_after: int | None = None, fail_at: int | Non
             disk.close()
 
 
+@contextmanager
+def unlistable(name: str, error: OSError) -> Iterator[None]:
+    """Inside, folders of this name raise `error` when they are listed; tests may run as root, who may list all."""
+    real = os.scandir
+
+    def guarded(path: Any) -> Any:
+        if str(path).rstrip("/").endswith(name):
+            raise error
+        return real(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", guarded)
+        yield
+
+
 @_without_real_fsync()
 def states_at_every_step(
     folder: Path, prepare: Callable[[Path], object], change: Callable[[Path], object], read: Callable[[Path], Any]
