@@ -51,6 +51,7 @@ main()
 """
 MISSED = 'vitx_rejections_total{reason="deadline"}'
 DISCONNECTED = 'vitx_rejections_total{reason="disconnected"}'
+LATE = {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}  # its deadline has passed, or passes before an answer could be there
 
 
 @contextmanager
@@ -146,7 +147,7 @@ def test_a_deadline_is_kept_and_costs_nothing_after_it(tmp_path: Path, tiny_bund
         calls = [pool.submit(outcome, client, client_timeout=HANG) for _ in range(3)]
         wait_until(lambda: waiting(server) == 3)
         late = [pool.submit(outcome, client, client_timeout=0.1) for _ in range(4)]
-        assert {call.result(HANG) for call in late} <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+        assert {call.result(HANG) for call in late} <= LATE
         gate.unlink()
         assert {call.result(HANG) for call in calls} == {"OK"}
         wait_until(lambda: waiting(server) == 0)
@@ -162,14 +163,14 @@ def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(outcome, client)
             wait_until(lambda: server.metric("vitx_running_images") == 1)
-            assert outcome(client, timeout=100_000) == "DEADLINE_EXCEEDED"  # it seemed possible: 0.1 s
+            assert outcome(client, timeout=100_000) in LATE  # it seemed possible: 0.1 s
             assert outcome(client, timeout=1) == "DEADLINE_EXCEEDED"
             wait_until(lambda: server.metric(MISSED) == 2)
             assert server.metric(DISCONNECTED) == 0
 
             def missed() -> bool:
                 """One call more: of one that ends before it is there the server knows nothing, or that it was ended."""
-                assert outcome(client, client_timeout=0.1) == "DEADLINE_EXCEEDED"
+                assert outcome(client, client_timeout=0.1) in LATE
                 return server.metric(MISSED) > 2
 
             wait_until(missed)
