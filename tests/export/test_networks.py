@@ -89,6 +89,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "deit_small_12_talking": {"depth": 2},
     "attnscale_small_12": {"depth": 2},
     "featscale_small_12": {"depth": 2},
+    "deit_small_12 with ContraNorm": {"depth": 2, "contranorm_scale": 0.5},
     "deit_tiny_neutreno_patch16_224": {"depth": 3},
     "alternet_18": {"depths": (1, 2, 1, 1), "attention_depths": (0, 1, 0, 0)},
 }
@@ -101,7 +102,7 @@ LABELS = tuple("0123456789")
 def create(name: str, **options: Any) -> nn.Module:
     """A network for 10 classes and the images of PREPROCESSING; AlterNet takes images of any size."""
     size: dict[str, Any] = {} if name == "alternet_18" else {"img_size": PREPROCESSING.image_size}
-    model: nn.Module = timm.create_model(name, num_classes=10, **size, **options).eval()
+    model: nn.Module = timm.create_model(name.split()[0], num_classes=10, **size, **options).eval()
     return model
 
 

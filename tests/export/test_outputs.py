@@ -48,6 +48,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "deit": lambda: VisionTransformer(**{**SIZE, "depth": 3}),
     "deepvit": lambda: VisionTransformer(**SIZE, attention=["talking-heads", "re-attention"], **MIXES),
     "average": lambda: VisionTransformer(**SIZE, global_pool="avg", fc_norm=True),
+    "contranorm": lambda: VisionTransformer(**SIZE, contranorm_scale=0.5),
     "distilled": lambda: timm.create_model("deit_tiny_distilled_patch16_224", **SIZE),
 }
 
@@ -134,7 +135,12 @@ def expected_outputs(name: str, model: Any, pixels: UInt8Array) -> Iterator[dict
         if name == "average":
             embedding = layer_norm(np.mean([last[token] for token in pooled], axis=0), model.fc_norm)
         else:
-            embedding = np.mean([layer_norm(last[token], model.norm) for token in pooled], axis=0)
+            if name == "contranorm":
+                unit = last / np.linalg.norm(last, axis=1, keepdims=True)
+                alike = np.exp(unit @ unit.T)
+                last = last - 0.5 * (alike / alike.sum(axis=1, keepdims=True)) @ last
+            norm = getattr(model.norm, "layernorm", model.norm)
+            embedding = np.mean([layer_norm(last[token], norm) for token in pooled], axis=0)
         attention = np.mean([maps[-1][head, token] for head in range(HEADS) for token in pooled], axis=0)
         product = np.eye(tokens)
         for of_block in maps:  # the whole product of matrices, as in the paper: the first block is the rightmost

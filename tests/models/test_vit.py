@@ -12,6 +12,7 @@ from reference import randomize, seq
 from vitx.core.errors import InputError
 from vitx.models import (
     Block,
+    ContraNorm,
     VisionTransformer,
     attention_maps,
     attention_std,
@@ -76,6 +77,63 @@ def test_feat_scale_is_behind_attention_and_begins_without_change() -> None:
     high = (y - y.mean(-2, keepdim=True)) * first.lamb2
     middle = x + ((y + low + high) + low + high)
     torch.testing.assert_close(first(x), middle + first.mlp(first.norm2(middle)), atol=1e-12, rtol=0)  # type: ignore[operator]
+
+
+def test_contranorm_reproduces_the_reference() -> None:
+    norm = ContraNorm(8, scale=0.5, temperature=0.25).double()
+    parted = [-0.013438, -0.360406, -0.537869, -0.462364, -0.169402, 0.203232, 0.480283, 0.53145]
+    normed = [0.071247, -0.823581, -1.281258, -1.086531, -0.330983, 0.63004, 1.344554, 1.476511]
+    x = seq(3, 1, 3, 8)
+    for found, expected in ((norm.contrast(x), parted), (norm(x), normed)):
+        torch.testing.assert_close(found[0, 0], torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_contranorm_is_every_norm_of_its_network_by_its_definition() -> None:
+    """Token by token: logits and every gradient; an image does not see the others; s·x is parted like x."""
+    model: Any = VisionTransformer(
+        **SMALL, contranorm_scale=0.7, contranorm_temperature=0.3, residual_scale=0.5
+    ).double()
+    assert not [key for key in randomize(model).state_dict() if "contrast" in key]
+
+    def normed(x: Tensor, norm: Any) -> Tensor:
+        rows = []
+        for token in x:
+            alike = [(token @ other / (token.norm() * other.norm()) / 0.3).exp() for other in x]
+            mean = sum(weight * other for weight, other in zip(alike, x, strict=True)) / sum(alike)
+            rows.append(token - 0.7 * mean)
+        return torch.nn.functional.layer_norm(torch.stack(rows), (24,), norm.weight, norm.bias, 1e-6)
+
+    images = torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    logits = []
+    for image in images:
+        x = torch.cat([model.cls_token[0], model.patch_embed(image[None])[0]]) + model.pos_embed[0]
+        for each in model.blocks:
+            x = x + 2 * each.attn(normed(x / 2, each.norm1.layernorm)[None])[0]
+            x = x + 2 * each.mlp(normed(x / 2, each.norm2.layernorm))
+        logits.append(model.head(normed(x, model.norm.layernorm)[0]))
+    expected, found = torch.stack(logits), model(images)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out.square().sum(), [*model.parameters()]) for out in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"contranorm_scale": -0.1}, "contranorm_scale is -0.1: expected a number above 0"),
+        ({"contranorm_scale": math.inf}, "contranorm_scale is inf: expected a number above 0"),
+        ({"contranorm_temperature": 0.0}, "contranorm_temperature is 0.0: expected a number above 0"),
+        ({"contranorm_temperature": math.nan}, "contranorm_temperature is nan: expected a number above 0"),
+        ({"fc_norm": True, "global_pool": "avg"}, "contranorm_scale is of norms of tokens: leave out fc_norm, "),
+        ({"global_pool": "map"}, "contranorm_scale is of norms of tokens: leave out fc_norm, global_pool=map, "),
+        ({"norm_layer": "rmsnorm"}, "contranorm_scale is of norms of tokens: .*, norm_layer"),
+    ],
+)
+def test_a_contranorm_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        VisionTransformer(**{**SMALL, "contranorm_scale": 0.2, **options})
 
 
 def neutreno_by_hand(model: Any, images: Tensor, alpha: float) -> Tensor:

@@ -19,13 +19,14 @@ from vitx.export.hub_card import CARD, CONFIG, WEIGHTS, TimmForm, model_card
 from vitx.models.attention import PlainAttention
 from vitx.models.build import save_tensors
 from vitx.models.source import Source, SourceRequest
-from vitx.models.vit import AttentionOptions, VisionTransformer
+from vitx.models.vit import AttentionOptions, ContraNorm, VisionTransformer
 
 # timm's name that stands for any plain ViT: all of its sizes are arguments.
 PLAIN_VIT = "vit_tiny_patch16_224"
 # Arguments of ours that a plain ViT does not need, or that matter while it trains only.
 NOT_WRITTEN = (
     *("attention", "feat_scale", "residual_scale", "patch_embedding", "patch_head", "position_std", "weight_init"),
+    *("contranorm_scale", "contranorm_temperature"),
     *(field.name for field in fields(AttentionOptions)),
     *("drop_rate", "drop_path_rate", "proj_drop_rate", "attn_drop_rate", "pos_drop_rate", "patch_drop_rate"),
 )
@@ -70,7 +71,7 @@ def _form(source: Source) -> TimmForm:
         imports = ("vitx.models",) if type(model).__module__.startswith("vitx.") else ()
         return TimmForm(spec.name, dict(spec.kwargs), imports)
     blocks: list[Any] = list(model.blocks)
-    plain = all(
+    plain = not isinstance(model.norm, ContraNorm) and all(
         type(block.attn) is PlainAttention and block.lamb1 is None and block.residual_scale == 1 for block in blocks
     )
     if not plain or not isinstance(model.patch_embed, timm.layers.PatchEmbed):

@@ -16,13 +16,14 @@ from vitx.models.build import Normalization, build_model, image_tensor, load_run
 from vitx.models.public_checkpoint import LoadReport, load_public_checkpoint
 from vitx.models.recalibration import recalibrate
 from vitx.models.similarity import attention_std, token_similarity
-from vitx.models.vit import Block, TokenOutputs, VisionTransformer, forward_with_tokens
+from vitx.models.vit import Block, ContraNorm, TokenOutputs, VisionTransformer, forward_with_tokens
 from vitx.models.window_attention import LocalAttention, WindowAttention
 
 __all__ = [
     "AlterNet",
     "AttnScaleAttention",
     "Block",
+    "ContraNorm",
     "LoadReport",
     "LocalAttention",
     "NeutrenoAttention",

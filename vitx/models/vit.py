@@ -3,12 +3,14 @@
 Shape letters: B batch, N tokens with class token, n patches, D width, C classes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Attention
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
@@ -186,6 +188,61 @@ def scale_frequencies(x_BND: Tensor, low_D: Tensor, high_D: Tensor, *, times: in
     return x_BND + times * (low_D * mean_B1D + high_D * (x_BND - mean_B1D))
 
 
+class Contrast(nn.Module):
+    """`x − s·softmax(x̂x̂ᵀ/τ)·x` of tokens (B, N, D), x̂ being x with rows of length 1; s·x goes in as s·this comes out.
+
+    One step down the gradient of the contrastive loss's uniformity: what a token shares with those that are like it
+    is taken from it. No parameters.
+    """
+
+    def __init__(self, scale: float, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.temperature = scale, temperature
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        unit_BND = F.normalize(x_BND, dim=-1)
+        maps_BNN = (unit_BND @ unit_BND.transpose(-2, -1) / self.temperature).softmax(dim=-1)
+        return x_BND - self.scale * (maps_BNN @ x_BND)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, temperature={self.temperature}"
+
+
+class ContraNorm(nn.Module):
+    """`LayerNorm(contrast(x))` of tokens (B, N, D): Guo et al., ICLR 2023, arXiv 2303.06562.
+
+    Parameters are named as in the authors' code. Of its variants: `identity` with scale s is a scale of s/(1 + s) here,
+    up to LayerNorm's eps; the dual, pre-normalised and learnt ones are not built.
+
+    Args:
+        scale: s > 0. The paper takes 0.005 to 0.2 for BERT and 0.2 to 1 for graphs.
+        temperature: τ > 0.
+
+    Raises InputError for another scale or temperature.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        scale: float,
+        temperature: float = 1.0,
+        eps: float = 1e-6,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("scale", scale), ("temperature", temperature)):
+            if not 0 < value < math.inf:
+                raise InputError(f"contranorm_{name} is {value}: expected a number above 0")
+        self.contrast = Contrast(scale, temperature)
+        self.layernorm = nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        normed_BND: Tensor = self.layernorm(self.contrast(x_BND))
+        return normed_BND
+
+
 class TokenOutputs(NamedTuple):
     """What the over-smoothing losses (docs/maths.md §2) need of one forward pass; the n patches without class token.
 
@@ -223,6 +280,7 @@ class VisionTransformer(TimmVisionTransformer):
         attention: one kind for all blocks, or a list with one kind a block.
         residual_scale: s of `Block`.
         feat_scale: FeatScale behind attention, in all blocks.
+        contranorm_scale, contranorm_temperature: s and τ of `ContraNorm`, every norm of tokens then; 0 is LayerNorm.
         patch_embedding: "patch" (one convolution) or "cnn" (DeepViT's three).
         patch_head: add a linear classifier of single patches, for the patch mixing loss.
         position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
@@ -238,6 +296,8 @@ class VisionTransformer(TimmVisionTransformer):
         attention: AttentionKind | Sequence[AttentionKind] = "plain",
         residual_scale: float = 1.0,
         feat_scale: bool = False,
+        contranorm_scale: float = 0.0,
+        contranorm_temperature: float = 1.0,
         patch_embedding: Literal["patch", "cnn"] = "patch",
         patch_head: bool = False,
         position_std: float = 0.02,
@@ -250,6 +310,12 @@ class VisionTransformer(TimmVisionTransformer):
         if timm["class_token"] is None:
             timm["class_token"] = timm["global_pool"] == "token"
         _check_geometry(timm["img_size"], timm["patch_size"], timm["embed_dim"], timm["num_heads"])
+        if contranorm_scale:
+            if timm["fc_norm"] or timm["global_pool"] == "map" or "norm_layer" in options:
+                raise InputError(
+                    "contranorm_scale is of norms of tokens: leave out fc_norm, global_pool=map, norm_layer"
+                )
+            timm["norm_layer"] = partial(ContraNorm, scale=contranorm_scale, temperature=contranorm_temperature)
         kinds = attention_of_blocks(attention, timm["depth"])
         if "local" in kinds and timm["class_token"]:
             raise InputError("attention 'local' needs a map of patches without class token: set global_pool=avg")

@@ -51,6 +51,11 @@ NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "talking": ({"attention": "talking-heads", "talking_heads_bias": True}, [10, 1, 0, 0, 2, 2, 0, 5, 4, 2, 1, 2, 2]),
     "attn-scale": ({"attention": "attn-scale"}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 1, 2, 2]),
     "feat-scale": ({"feat_scale": True}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 2, 0, 2, 2]),
+    "contranorm": ({"contranorm_scale": 0.5}, [10, 1, 0, 0, 0, 2, 0, 4, 2, 2, 0, 2, 2]),
+    "contranorm-scaled": (
+        {"contranorm_scale": 2.0, "contranorm_temperature": 0.2, "residual_scale": 0.5, "init_values": 0.1},
+        [10, 1, 0, 0, 0, 2, 6, 4, 2, 2, 0, 2, 2],
+    ),
     "neutreno": ({"attention": "neutreno"}, [10, 1, 0, 0, 0, 2, 0, 5, 2, 1, 1, 2, 0]),
     "both-scales": (
         {"feat_scale": True, "attention": "attn-scale", "residual_scale": 0.5, "init_values": 0.1},

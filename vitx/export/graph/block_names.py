@@ -4,9 +4,9 @@
 changes. Its shape is (N, tokens, D), or (N·tokens, D) where the tokens of all images share one axis; the output of a
 last block that computes the class token only has one token.
 
-`blocks.i.softmax` is what the only Softmax of block i makes, its attention maps (N, H, queries, tokens) before a head
-mix: further outputs of a bundle are computed of them (outputs.py). Folds may remove what makes such a tensor, but none
-removes a Softmax.
+`blocks.i.softmax` is what the only Softmax of block i makes but for ContraNorm's, its attention maps (N, H, queries,
+tokens) before a head mix: further outputs of a bundle are computed of them (outputs.py). Folds may remove what makes
+such a tensor, but none removes a Softmax.
 """
 
 import re
@@ -17,6 +17,7 @@ from vitx.export.graph.operator_check import module_scopes
 EMBEDDING = "embedding"
 # In the exporter's scopes the blocks of a wrapped classifier are `model.blocks.i`.
 _BLOCK = re.compile(r"(?:model\.)?blocks\.(\d+)")
+_CONTRANORM = re.compile(r".*\.contrast[12]?")
 
 
 def block_name(index: int) -> str:
@@ -61,7 +62,8 @@ def name_block_outputs(model: Any) -> None:
             value.name = block_name(index)
     if outputs and embedding is not None:
         embedding.name = EMBEDDING
-    maps = [(block_of[id(node)], node.outputs[0]) for node in model.graph if node.op_type == "Softmax"]
+    softmaxes = [node for node in model.graph if node.op_type == "Softmax" and not _in_contranorm(node)]
+    maps = [(block_of[id(node)], node.outputs[0]) for node in softmaxes]
     blocks = [block for block, _ in maps]
     for block, value in maps:
         if block is not None and blocks.count(block) == 1:
@@ -72,6 +74,10 @@ def _block_index(node: Any) -> int | None:
     """The block whose code made this node; None outside of the blocks."""
     found = [match for scope in module_scopes(node) if (match := _BLOCK.fullmatch(scope))]
     return int(found[0].group(1)) if len(found) == 1 else None
+
+
+def _in_contranorm(node: Any) -> bool:
+    return any(map(_CONTRANORM.fullmatch, module_scopes(node)))
 
 
 def _is_float(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.onnx.ops
-from timm.layers import LayerNorm, LayerScale, Mlp
+from timm.layers import LayerNorm, LayerScale, Mlp, RmsNorm
 from timm.layers.attention import Attention as TimmAttention
 from timm.models.cait import Cait
 from timm.models.cait import LayerScaleBlock as CaitBlock
@@ -33,6 +33,7 @@ from vitx.models import (
 from vitx.models.attention import FirstValues
 from vitx.models.cait import AttnScaleTalkingHeadAttn, FeatScaleBlock
 from vitx.models.head_mix import mix_heads
+from vitx.models.vit import ContraNorm, Contrast
 
 # A factor of AttnScale that is nearer to zero is not divided by: in half precision weights times it are subnormal.
 SMALLEST_FACTOR = 1e-2
@@ -229,7 +230,8 @@ class ExportBlock(nn.Module):
     def __init__(self, trained: Any, tokens: int | None = None) -> None:
         super().__init__()
         self.residual_scale = float(getattr(trained, "residual_scale", 1.0))
-        self.norm1, self.norm2 = trained.norm1, trained.norm2
+        self.contrast1, self.norm1 = _contrast_and_norm(trained.norm1)
+        self.contrast2, self.norm2 = _contrast_and_norm(trained.norm2)
         self.attn = ExportAttention(trained.attn, tokens)
         # Of l = lamb1 and h = lamb2: y + 2(l⊙m + h⊙(y − m)) = (1 + 2h)⊙y + 2(l − h)⊙m; in CaiT 1 for 2.
         high_D, times = getattr(trained, "lamb2", None), 1 if isinstance(trained, CaitBlock) else 2
@@ -251,8 +253,9 @@ class ExportBlock(nn.Module):
             skip = x_BND[:, 0] if self.joined else x_BND[:, :1]
         elif queries:
             skip = x_BND[:, :queries].flatten(0, 1) if self.joined else x_BND[:, :queries]
-        x = skip + self._branch(self.ls1(self._attended(self.norm1(x if s == 1.0 else x * s), tokens, attn_mask)))
-        x = x + self._branch(self.ls2(self.mlp(self.norm2(x if s == 1.0 else x * s))))
+        normed = self.norm1(_parted(self.contrast1, x if s == 1.0 else x * s, tokens))
+        x = skip + self._branch(self.ls1(self._attended(normed, tokens, attn_mask)))
+        x = x + self._branch(self.ls2(self.mlp(self.norm2(_parted(self.contrast2, x if s == 1.0 else x * s, tokens)))))
         return x.view(-1, queries or tokens, x.shape[-1]) if self.joined else x
 
     def _attended(self, x: Tensor, tokens: int, shared: FirstValues | None) -> Tensor:
@@ -262,6 +265,11 @@ class ExportBlock(nn.Module):
         out_BND = out.view(-1, tokens, out.shape[-1])
         mean_B1D = out_BND.mean(dim=1, keepdim=True)
         return (self.own_scale_D * out_BND + self.mean_scale_D * mean_B1D).view(out.shape)
+
+    @property
+    def reads_all_outputs(self) -> bool:
+        """Whether a token of what the block gives depends on attention's output for others: FeatScale, ContraNorm."""
+        return self.mean_scale_D is not None or self.contrast2 is not None
 
     def _branch(self, out: Tensor) -> Tensor:
         return out if self.residual_scale == 1.0 else out / self.residual_scale
@@ -351,9 +359,19 @@ def _is_supported(module: nn.Module, tokens: int | None = None) -> bool:
     scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))
     mlp = block.mlp
     linear = is_plain(mlp, Mlp) and all(is_plain(layer, nn.Linear) for layer in (mlp.fc1, mlp.fc2))
-    norms = all(is_plain(norm, *NORMS) or not isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
+    norms = all(is_plain(_contrast_and_norm(norm)[1], *NORMS, RmsNorm) for norm in (block.norm1, block.norm2))
     plain = scales and linear and norms and isinstance(mlp.norm, nn.Identity)
     return plain and _is_supported_attention(block.attn, tokens)
+
+
+def _contrast_and_norm(norm: Any) -> tuple[Contrast | None, Any]:
+    """ContraNorm's first step, which mixes the tokens of an image, or None, and the norm of each token."""
+    return (norm.contrast, norm.layernorm) if is_plain(norm, ContraNorm) else (None, norm)
+
+
+def _parted(contrast: Contrast | None, x: Tensor, tokens: int) -> Tensor:
+    """(B, N, D) or (B·N, D) → the same shape."""
+    return x if contrast is None else contrast(x.view(-1, tokens, x.shape[-1])).view(x.shape)
 
 
 def _layer_scales(block: Any) -> tuple[nn.Module, nn.Module]:

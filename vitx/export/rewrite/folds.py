@@ -197,7 +197,7 @@ def compute_class_token_only(root: nn.Module) -> int:
     # A norm over each token alone does not see that the others are gone.
     if not isinstance(model.norm, nn.LayerNorm | nn.Identity) or blocks[-1].attn.queries:
         return 0
-    if blocks[-1].mean_scale_D is not None:  # FeatScale reads the mean of all
+    if blocks[-1].reads_all_outputs:
         return 0
     blocks[-1].attn.queries = class_tokens(model)
     return 1

@@ -140,6 +140,7 @@ def methods_variants(recipe: Recipe) -> list[Variant]:
         **{f"{name}-loss": (f"losses.{name}={weight:g}",) for name, weight in _weights(recipe).items()},
         **{name: (f"model.kwargs.attention={name}",) for name in METHODS},
         "feat-scale": ("model.kwargs.feat_scale=true",),
+        "contranorm": ("model.kwargs.contranorm_scale=0.2",),
     }
     methods["mixing-loss"] += ("cutmix.probability=1",)
     return [Variant(name, (*WITHOUT_LOSSES, *overrides), {"method": name}) for name, overrides in methods.items()]
