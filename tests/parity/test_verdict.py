@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from vitx.core.certificate import Flip, TokenSimilarity
 from vitx.core.errors import InputError
 from vitx.parity.comparison import Comparison
 from vitx.parity.statistics import clopper_pearson_upper
-from vitx.parity.verdict import check_image_count, check_labels, check_rate, judge
+from vitx.parity.verdict import check_image_count, check_labels, check_rate, flips_remedy, judge
 
 HONEST = Comparison(
     images=400,
@@ -177,3 +178,18 @@ def test_labels_must_be_the_images_classes_in_their_order() -> None:
         with pytest.raises(InputError) as caught:
             check_labels(images, labels)
         assert str(caught.value) == f"'pets' has 3 classes, the model has {len(labels)}"
+
+
+def test_a_failure_by_flips_alone_says_what_to_do() -> None:
+    """With the rate that it names the same images pass."""
+    bound = clopper_pearson_upper(1, 360)
+
+    def remedy(**changed: Any) -> tuple[str, ...]:
+        failed = {"reasons": ("1 of 360 images flipped …",), "flip_rate_bound": bound, "max_flip_rate": 0.01, **changed}
+        return flips_remedy(SimpleNamespace(**failed))  # type: ignore[arg-type]  # what it reads of a certificate
+
+    (text,) = remedy()
+    assert text == "the logits are within their limit: give more images with --data, or ask for --max-flip-rate 0.014"
+    assert clopper_pearson_upper(0, 360) <= 0.01 < bound <= 0.014
+    others = ({"reasons": ("flips", "logits")}, {"flip_rate_bound": 0.008}, {"flip_rate_bound": 1.0})
+    assert [remedy(**changed) for changed in others] == [(), (), ()]

@@ -27,7 +27,7 @@ from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison, compare_served, serving
 from vitx.parity.statistics import images_needed
 from vitx.parity.trace import TraceResult, diagnosis_note, measure_token_similarity, require_layers, trace
-from vitx.parity.verdict import check_rate
+from vitx.parity.verdict import check_rate, flips_remedy
 from vitx.runtimes.session import executable_of
 
 
@@ -135,6 +135,7 @@ def _measure(
     notes: tuple[str, ...] = ()
     if failed:
         elsewhere = options.trace or candidate.bundle is None
+        notes += flips_remedy(certificate)
         notes += (diagnosis_note(reference, candidate, images, certificate, traced=elsewhere),)
     traced = None
     if options.trace:

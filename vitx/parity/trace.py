@@ -22,6 +22,7 @@ from vitx.parity.diagnosis import diagnose
 from vitx.parity.executables.layers import first_divergence
 from vitx.parity.html_report import LayerPlot
 from vitx.parity.loaded_model import LoadedModel
+from vitx.parity.verdict import flips_remedy
 
 if TYPE_CHECKING:  # two bundles are compared where there is no torch
     import onnx
@@ -124,11 +125,15 @@ def failure_notes(
 ) -> tuple[str, ...]:
     """Sentences for a bundle that failed against a network: the mistake, and the layer where the error begins.
 
-    The layer is left out for a network without blocks and for a graph that does not name them.
+    First what can be done where the flips alone are too many. The layer is left out for a network without blocks and
+    for a graph that does not name them.
     """
     from vitx.parity.divergence import has_blocks
 
-    notes = (diagnosis_note(reference, candidate, images, certificate, traced=True),)
+    notes = (
+        *flips_remedy(certificate),
+        diagnosis_note(reference, candidate, images, certificate, traced=True),
+    )
     if reference.network is None or not has_blocks(reference.network()):
         return notes
     try:
