@@ -126,9 +126,9 @@ def test_contranorm_is_every_norm_of_its_network_by_its_definition() -> None:
         ({"contranorm_scale": math.inf}, "contranorm_scale is inf: expected a number above 0"),
         ({"contranorm_temperature": 0.0}, "contranorm_temperature is 0.0: expected a number above 0"),
         ({"contranorm_temperature": math.nan}, "contranorm_temperature is nan: expected a number above 0"),
-        ({"fc_norm": True, "global_pool": "avg"}, "contranorm_scale is of norms of tokens: leave out fc_norm, "),
-        ({"global_pool": "map"}, "contranorm_scale is of norms of tokens: leave out fc_norm, global_pool=map, "),
-        ({"norm_layer": "rmsnorm"}, "contranorm_scale is of norms of tokens: .*, norm_layer"),
+        ({"fc_norm": True, "global_pool": "avg"}, "contranorm_scale is for norms of tokens: leave out fc_norm, "),
+        ({"global_pool": "map"}, "contranorm_scale is for norms of tokens: leave out fc_norm, global_pool=map, "),
+        ({"norm_layer": "rmsnorm"}, "contranorm_scale is for norms of tokens: .*, norm_layer"),
     ],
 )
 def test_a_contranorm_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

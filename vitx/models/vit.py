@@ -189,7 +189,7 @@ def scale_frequencies(x_BND: Tensor, low_D: Tensor, high_D: Tensor, *, times: in
 
 
 class Contrast(nn.Module):
-    """`x − s·softmax(x̂x̂ᵀ/τ)·x` of tokens (B, N, D), x̂ being x with rows of length 1; s·x goes in as s·this comes out.
+    """`x − s·softmax(x̂x̂ᵀ/τ)·x` of tokens (B, N, D), x̂ being x with rows of length 1; k·x gives k times as much.
 
     One step down the gradient of the contrastive loss's uniformity: what a token shares with those that are like it
     is taken from it. No parameters.
@@ -313,7 +313,7 @@ class VisionTransformer(TimmVisionTransformer):
         if contranorm_scale:
             if timm["fc_norm"] or timm["global_pool"] == "map" or "norm_layer" in options:
                 raise InputError(
-                    "contranorm_scale is of norms of tokens: leave out fc_norm, global_pool=map, norm_layer"
+                    "contranorm_scale is for norms of tokens: leave out fc_norm, global_pool=map, norm_layer"
                 )
             timm["norm_layer"] = partial(ContraNorm, scale=contranorm_scale, temperature=contranorm_temperature)
         kinds = attention_of_blocks(attention, timm["depth"])
