@@ -216,6 +216,7 @@ def _add_witness(
         *(bundle, images, comparison.margins, comparison.logit_std, exact),
         count=count,
         flops=reference.session.flops() if count is None else None,
+        flipped={flip.key for flip in comparison.flips},
         reference_name=certificate.reference,
         reference_sha256=certificate.reference_sha256,
         split_sha256=certificate.data_sha256,

@@ -80,7 +80,9 @@ def _log_lower_tail(k: int, n: int, p: float) -> float:
     return log_term + math.log1p(float(np.cumprod(ratios).sum()))
 
 
-def stratified_upper(census_flips: int, sample_flips: int, *, census: int, sample: int, population: int) -> float:
+def stratified_upper(
+    census_flips: int, sample_flips: int, *, census: int, sample: int, population: int, known: int = 0
+) -> float:
     """One-sided upper bound on the flip rate of a source of images, from a part of a split that was drawn from it.
 
     Of the split's `population` images `census` were looked at because they were the likeliest to flip, and `sample` of
@@ -92,7 +94,8 @@ def stratified_upper(census_flips: int, sample_flips: int, *, census: int, sampl
         bound = Clopper–Pearson of census_flips + K among population, confidence 1 − 0.2·risk
 
     Where the sample is all the others, K is known, and the bound is `clopper_pearson_upper`. It holds however images
-    were ranked. Raises ValueError for impossible counts.
+    were ranked. known: flips of the split that are known beforehand and that neither count contains; they add to both.
+    Raises ValueError for impossible counts.
     """
     others = population - census
     if not (0 <= census_flips <= census and 0 <= sample_flips <= sample <= others and population >= 1):
@@ -100,10 +103,10 @@ def stratified_upper(census_flips: int, sample_flips: int, *, census: int, sampl
             f"{census_flips} of {census} and {sample_flips} of {sample} flips, population {population}: impossible"
         )
     if sample == others:
-        return clopper_pearson_upper(census_flips + sample_flips, population)
+        return clopper_pearson_upper(min(population, known + census_flips + sample_flips), population)
     risk = 1 - CONFIDENCE
     most = _most_events(sample_flips, sample, others, 0.8 * risk)
-    return clopper_pearson_upper(census_flips + most, population, 1 - 0.2 * risk)
+    return clopper_pearson_upper(min(population, known + census_flips + most), population, 1 - 0.2 * risk)
 
 
 def _most_events(seen: int, sample: int, total: int, risk: float) -> int:

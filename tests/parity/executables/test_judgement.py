@@ -1,6 +1,7 @@
 """A verdict by the witness set: every number by hand, on a session whose logits are given."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,35 @@ def test_where_the_set_is_too_small_no_image_drawn_by_chance_may_flip(witnessed:
     assert verdict_of(0, 1, 2).reasons[0].startswith("3 of 340 witness images flipped")
     assert verdict_of(0, 1, 2, 3).verdict == "fail"
     assert verdict_of(100).verdict == "fail"
+
+
+def test_flips_that_were_certified_of_the_graph_are_counted_once(witnessed: Bundle, witness: Witness) -> None:
+    """Three of the split, two of them here, at any place: they are what was certified, and others are new."""
+    ordered = np.sort(witness.logits, axis=1)
+    margin = ordered[:, -1] - ordered[:, -2]
+    drawn, other = (int(row) for row in CENSUS + np.argsort(margin[CENSUS:])[:2])  # int8's limit lets these flip
+    known = replace(witness, info=witness.info.model_copy(update={"split_flips": 3, "flipped": (0, drawn)}))
+
+    def verdict_of(*rows: int, rate: float) -> Verdict:
+        logits = witness.logits.copy()
+        for row in rows:
+            first, second = np.argsort(logits[row])[[-1, -2]]
+            logits[row, first] = logits[row, second] - 1e-3
+        return judge_executable(witnessed, known, Looked(witness, logits, precision="int8"), rate, quiet=True)
+
+    proved = stratified_upper(0, 0, **COUNTS, known=3)
+    found = verdict_of(0, drawn, rate=proved)
+    assert (found.verdict, found.flips, found.flip_rate_bound) == ("pass", 2, proved)
+    assert found.reasons[0] == (
+        f"2 of 340 witness images flipped, 0 beside the 3 certified of the split: flip rate at most {proved:.6f} "
+        f"(95 %), allowed {proved:g}"
+    )
+    assert verdict_of(rate=proved).flip_rate_bound == proved  # none has to flip
+    assert verdict_of(0, drawn, rate=0.01).verdict == "pass"  # too few to prove it: 3 of 360 are allowed
+    assert verdict_of(0, drawn, rate=0.008).verdict == "fail"
+    assert verdict_of(0, other, rate=0.01).verdict == "fail"  # another one, drawn by chance
+    for rows, counts in (((0, 5), (1, 0)), ((other,), (0, 1)), ((0, drawn, 5, other), (1, 1))):
+        assert verdict_of(*rows, rate=0.9).flip_rate_bound == stratified_upper(*counts, **COUNTS, known=3)
 
 
 def test_the_bundle_is_not_touched(witnessed: Bundle, witness: Witness, tmp_path: Path) -> None:

@@ -28,14 +28,19 @@ def test_the_bound_is_that_of_exact_counting(counts: tuple[int, int, int, int]) 
     population = 40
     most = most_events_by_counting(sample_flips, sample, population - census, 0.04)
     expected = clopper_pearson_upper(census_flips + most, population, 0.99)
-    found = stratified_upper(census_flips, sample_flips, census=census, sample=sample, population=population)
-    assert found == pytest.approx(expected, abs=1e-9)
+    sizes = {"census": census, "sample": sample, "population": population}
+    assert stratified_upper(census_flips, sample_flips, **sizes) == pytest.approx(expected, abs=1e-9)
+    with_known = clopper_pearson_upper(min(population, 3 + census_flips + most), population, 0.99)
+    assert stratified_upper(census_flips, sample_flips, **sizes, known=3) == pytest.approx(with_known, abs=1e-9)
 
 
 @pytest.mark.parametrize("flips", [(0, 0), (1, 0), (2, 3)])
 def test_the_whole_split_has_the_bound_of_a_certificate(flips: tuple[int, int]) -> None:
     found = stratified_upper(*flips, census=90, sample=270, population=360)
     assert found == clopper_pearson_upper(sum(flips), 360)
+    known = stratified_upper(*flips, census=90, sample=270, population=360, known=7)
+    assert known == clopper_pearson_upper(7 + sum(flips), 360)
+    assert stratified_upper(*flips, census=90, sample=270, population=360, known=360) == 1.0
 
 
 def test_values() -> None:

@@ -171,15 +171,35 @@ def test_the_cost_of_an_image_is_that_of_the_checkpoint() -> None:
     assert TorchSession(_Transformed(), PREPROCESSING, device="cpu").flops() is None
 
 
-def test_an_export_gives_the_cost_of_its_checkpoint(witnessed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_gives_the_cost_of_its_checkpoint_and_the_flips(
+    witnessed: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(exported, "add_witness", lambda *args, count, flops, **rest: given.append((count, flops)))
+    monkeypatch.setattr(
+        exported, "add_witness", lambda *args, count, flops, flipped, **rest: given.append((count, flops, flipped))
+    )
     session = TorchSession(nn.Conv2d(3, 5, 4), PREPROCESSING, device="cpu")
     reference = LoadedModel("a", session, PREPROCESSING, LABELS, "", "")
     found: Any = SimpleNamespace(margins=None, logit_std=1.0, reference="", reference_sha256="", data_sha256="")
+    found.flips = [SimpleNamespace(key="7"), SimpleNamespace(key="9")]
     for count in (None, 0, 5):
         exported._add_witness(reference, IMAGES, count, True, witnessed, found, found)
-    assert given == [(None, session.flops()), (0, None), (5, None)]
+    flipped = {"7", "9"}
+    assert given == [(None, session.flops(), flipped), (0, None, flipped), (5, None, flipped)]
+
+
+def test_the_flips_of_the_split_are_in_it(witnessed: Bundle) -> None:
+    """How many there are, and which of them are among its images."""
+    (witnessed.path / WITNESS).unlink()
+    bundle, margins = seal_manifest(witnessed.path), np.linspace(0, 1, 360)
+    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
+    chosen, census = draw_images(margins, 40, int("7" * 8, 16))
+    left_out = next(index for index in range(360) if index not in chosen)
+    flipped = {IMAGES.keys[chosen[2]], IMAGES.keys[chosen[census + 5]], IMAGES.keys[left_out]}
+    added = add_witness(bundle, IMAGES, margins, 1.0, reference_float64, count=40, flipped=flipped, **options)
+    witness = read_witness(added)
+    assert witness is not None
+    assert (witness.info.split_flips, witness.info.flipped) == (3, (2, census + 5))
 
 
 def images_as_they_enter(images: ImageSet) -> Any:
@@ -240,6 +260,11 @@ def test_one_flipped_byte_anywhere_is_refused(witnessed: Bundle) -> None:
         (lambda w: {"info": {"census": 341}}, "340 images of 360, 341 by margin"),
         (lambda w: {"info": {"population": 339}}, "340 images of 339"),
         (lambda w: {"info": {"logit_std": -1.0}}, "is no witness set: 340 images"),
+        (lambda w: {"info": {"flipped": [3], "split_flips": 0}}, r"is no witness set: 0 flips of the split, .* \(3,\)"),
+        (lambda w: {"info": {"flipped": [3, 3], "split_flips": 5}}, "is no witness set: 5 flips of the split"),
+        (lambda w: {"info": {"flipped": [340], "split_flips": 5}}, "is no witness set: 5 flips of the split"),
+        (lambda w: {"info": {"flipped": [-1], "split_flips": 5}}, "is no witness set: 5 flips of the split"),
+        (lambda w: {"info": {"split_flips": 361}}, "is no witness set: 361 flips of the split"),
         (lambda w: {"info": {"census": "many"}}, "is no witness set"),
     ],
 )
@@ -351,4 +376,5 @@ def test_every_field_is_read_back() -> None:
     assert WitnessInfo.model_fields.keys() == {
         *("format_version", "split", "split_sha256", "population", "census", "seed", "labels", "preprocessing"),
         *("reference", "reference_sha256", "logit_std", "images_sha256", "logits_sha256", "outputs_sha256"),
+        *("split_flips", "flipped"),
     }

@@ -68,6 +68,7 @@ def certify_bundle(bundle: Bundle, witness_images: int = WITNESS_IMAGES) -> Cert
         return add_witness(
             *(bundle, IMAGES, comparison.margins, comparison.logit_std, reference_float64),
             count=witness_images,
+            flipped={flip.key for flip in comparison.flips},
             reference_name=certificate.reference,
             reference_sha256=certificate.reference_sha256,
             split_sha256=certificate.data_sha256,

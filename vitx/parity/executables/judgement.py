@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from vitx.core.bundle import Bundle, Precision, timestamp
 from vitx.core.certificate import OutputVerdict, Verdict
@@ -42,11 +43,13 @@ def judge_executable(
 ) -> Verdict:
     """Run the witness set through a session loaded from `bundle`, and say whether it passes.
 
-    rate: the highest flip rate allowed. Where the set is too small to prove it, no image drawn by chance may flip, and
-    the verdict says what that proves; with `must_prove` InputError is raised instead. Raises what `Session.infer` does.
+    rate: the highest flip rate allowed. The flips of the split that were certified of the graph count as so many, and
+    what flips in the set beside them as in `stratified_upper`. Where the set is too small to prove the rate, no image
+    drawn by chance may flip beside them, and the verdict says what that proves; with `must_prove` InputError is raised
+    instead. Raises what `Session.infer` does.
     """
     info, count = witness.info, len(witness)
-    provable = _bound(witness, 0, 0)
+    provable = _bound(witness, 0, 0, known=info.split_flips)
     if must_prove and provable > rate:
         raise InputError(
             f"the witness set of '{bundle.path}' is too small for a flip rate of at most {rate:g}: its {count} "
@@ -76,15 +79,18 @@ def judge_executable(
         return verdict_of(verdict="fail", reasons=other, max_logit_error=NOT_FINITE_ERROR)
     finite = bool(np.isfinite(run.logits).all() and np.isfinite(run.alone).all())
     error = _largest_error(witness, run) if finite else NOT_FINITE_ERROR
-    census, sample = _flips(witness, run)
-    bound = _bound(witness, census, sample)
-    # Too few images to prove the rate: then none of those drawn by chance may flip, and the census is held to it.
-    few = provable > rate and sample == 0 and census <= rate * info.population
+    flipped = _flipped(witness, run)
+    census, sample = _beside_certified(witness, flipped)
+    bound = _bound(witness, census, sample, known=info.split_flips)
+    # Too few images to prove the rate: then none of those drawn by chance may flip, and the others are held to it.
+    few = provable > rate and sample == 0 and census + info.split_flips <= rate * info.population
     checks = (
         (
             bound <= rate or few,
-            f"{census + sample} of {count} witness images flipped: flip rate at most {bound:.6f} (95 %), allowed "
-            f"{rate:g}" + (f", and none by chance, as {count} images prove no less than {provable:.4f}" if few else ""),
+            f"{flipped.sum()} of {count} witness images flipped"
+            + (f", {census + sample} beside the {info.split_flips} certified of the split" if info.split_flips else "")
+            + f": flip rate at most {bound:.6f} (95 %), allowed {rate:g}"
+            + (f", and none by chance, as {count} images prove no less than {provable:.4f}" if few else ""),
         ),
         (error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"),
         (finite, "logits that are not finite, allowed none" if not finite else "all logits finite"),
@@ -94,7 +100,7 @@ def judge_executable(
     return verdict_of(
         verdict="fail" if failures else "pass",
         reasons=failures or tuple(text for _, text in checks),
-        flips=census + sample,
+        flips=int(flipped.sum()),
         flip_rate_bound=bound,
         max_logit_error=error,
     )
@@ -140,16 +146,25 @@ def _largest_error(witness: Witness, run: _Run) -> float:
     )
 
 
-def _flips(witness: Witness, run: _Run) -> tuple[int, int]:
-    """Images in another class than the checkpoint's: of the census, and of those drawn by chance."""
+def _flipped(witness: Witness, run: _Run) -> npt.NDArray[np.bool_]:
+    """Which images are in another class than the checkpoint's."""
     expected = witness.logits.argmax(axis=1)
-    flipped = run.logits.argmax(axis=1) != expected
+    flipped: npt.NDArray[np.bool_] = run.logits.argmax(axis=1) != expected
     flipped[: len(run.alone)] |= run.alone.argmax(axis=1) != expected[: len(run.alone)]
+    return flipped
+
+
+def _beside_certified(witness: Witness, flipped: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Flips that the graph's certificate has not counted: of the census, and of those drawn by chance."""
+    others = flipped.copy()
+    others[[*witness.info.flipped]] = False
     census = witness.info.census
-    return int(flipped[:census].sum()), int(flipped[census:].sum())
+    return int(others[:census].sum()), int(others[census:].sum())
 
 
-def _bound(witness: Witness, census_flips: int, sample_flips: int) -> float:
+def _bound(witness: Witness, census_flips: int, sample_flips: int, *, known: int = 0) -> float:
     census, population = witness.info.census, witness.info.population
     sample = len(witness) - census
-    return stratified_upper(census_flips, sample_flips, census=census, sample=sample, population=population)
+    return stratified_upper(
+        census_flips, sample_flips, census=census, sample=sample, population=population, known=known
+    )

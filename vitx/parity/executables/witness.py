@@ -41,6 +41,12 @@ class WitnessInfo(Record):
     reference: str
     reference_sha256: str = Field(description="of the weights")
     logit_std: float = Field(description="standard deviation of the reference's logits over the whole split")
+    split_flips: Annotated[int, Field(ge=0, exclude_if=lambda flips: not flips)] = Field(
+        default=0, description="images of the split that flipped when the graph was certified"
+    )
+    flipped: Annotated[tuple[int, ...], Field(exclude_if=lambda places: not places)] = Field(
+        default=(), description="those of them that are here, by their place, rising"
+    )
     images_sha256: str = Field(description="of the pixels, uint8")
     logits_sha256: str = Field(description="float64, little endian")
     outputs_sha256: Annotated[dict[str, str], Field(exclude_if=lambda digests: not digests)] = Field(
@@ -166,3 +172,6 @@ def _check(path: Path, witness: Witness) -> None:
     finite = np.isfinite(logits).all() and all(np.isfinite(values).all() for values in witness.outputs.values())
     if not (0 <= info.census <= count <= info.population and finite and info.logit_std >= 0):
         raise InputError(f"{path} is no witness set: {count} images of {info.population}, {info.census} by margin")
+    places = info.flipped
+    if [*places] != sorted({*places} & {*range(count)}) or not len(places) <= info.split_flips <= info.population:
+        raise InputError(f"{path} is no witness set: {info.split_flips} flips of the split, among them {places}")

@@ -1,7 +1,7 @@
 """Draws the witness set of a bundle: which evaluation images, and the checkpoint's logits of them in float64."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,7 @@ def add_witness(
     *,
     count: int | None,
     flops: int | None = None,
+    flipped: Set[str] = frozenset(),
     reference_name: str,
     reference_sha256: str,
     split_sha256: str,
@@ -57,7 +58,8 @@ def add_witness(
 ) -> Bundle:
     """Write a witness set into a bundle that is being made, list it in its manifest, and return the new bundle.
 
-    margins, logit_std: of the reference's logits of all `images`. reference: its `logits` in float64 (N, C), and each
+    margins, logit_std: of the reference's logits of all `images`. flipped: those that the certified graph classifies
+    otherwise, by key, which its certificate has counted. reference: its `logits` in float64 (N, C), and each
     output that the bundle has. count: how many images; None for as many as keep the bundle from growing by more than
     20 MB or a tenth of its graph, and its first load from taking seconds more. flops: of one image; None where they are
     not known. Without room for one image the bundle stays as it is, and the log says so; of a
@@ -97,6 +99,8 @@ def add_witness(
         reference=reference_name,
         reference_sha256=reference_sha256,
         logit_std=logit_std,
+        split_flips=len(flipped),
+        flipped=tuple(place for place, index in enumerate(chosen) if images.keys[index] in flipped),
         images_sha256=digest_of(pixels),
         logits_sha256=digest_of(logits),
         outputs_sha256={name: digest_of(values) for name, values in outputs.items()},
