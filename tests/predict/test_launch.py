@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from bundle_fixture import NumpySession
+from gpu_fixture import add_plan
 from vitx.core.bundle import Bundle
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.predict import job as launching
 from vitx.predict.job import launch
 from vitx.predict.options import PredictOptions
@@ -142,3 +143,14 @@ def test_sessions_leave_few_cores_idle(cores: int) -> None:
     busy = {each: cores // each * each for each in range(1, min(cores, 8) + 1)}
     assert busy[sessions] >= 0.9 * cores
     assert all(busy[each] < 0.9 * cores for each in range(sessions + 1, len(busy) + 1)), "the most that do"
+
+
+def test_nothing_is_loaded_of_a_bundle_whose_certificate_is_of_other_files(
+    tiny_bundle: Bundle, asked: list[Any]
+) -> None:
+    add_plan(tiny_bundle, "tensorrt-rtx")
+    with pytest.raises(CheckFailed, match=r"is of other files \(engines/tensorrt-rtx\.plan, "):
+        launch(tiny_bundle.path, "images", Path("out"), PredictOptions(runtime="tensorrt-rtx"), quiet=True)
+    assert not asked
+    launch(tiny_bundle.path, "images", Path("out"), PredictOptions(allow_uncertified=True, threads=1), quiet=True)
+    assert asked, "where that is allowed"

@@ -160,6 +160,8 @@ def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Abstra
     if options.ray_actors is not None:
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
+    if not options.allow_uncertified:
+        bundle.require_certificate()  # before a runtime opens a file: a plan may hold code
     load = partial(load_fastest, bundle, options.runtime, device=options.device, outputs=options.outputs)
     cores = usable_cores()
     first = load(threads=options.threads, quiet=quiet)
