@@ -8,6 +8,7 @@ import pytest
 from gpu_fixture import OPTIONS, plan_info, write_plan_files
 from vitx.core import tensorrt_plan as plans
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.files import write_json
 from vitx.core.tensorrt_plan import InstalledLibrary, check_plan, library_for, loads_with, read_sidecar, runs_on
 
 COMPATIBLE = plan_info(options=OPTIONS.model_copy(update={"version_compatible": True}))
@@ -74,6 +75,9 @@ def test_a_foreign_sidecar_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.plan.json").write_text("{}")
     with pytest.raises(InputError, match=r"a\.plan\.json"):
         read_sidecar(path)
+    write_json(tmp_path / "a.plan.json", COMPATIBLE.model_copy(update={"version": "newest"}))
+    with pytest.raises(InputError, match=r"a\.plan\.json is not a valid PlanInfo: version: String should match"):
+        check_plan(path)
     (tmp_path / "a.plan.json").unlink()
     with pytest.raises(InputError, match="build it with vitx export, which writes both"):
         read_sidecar(path)

@@ -22,7 +22,7 @@ from vitx.core.machine import Gpu, local_gpus
 from vitx.core.tensorrt_plan import Flavor, InstalledLibrary, Profile, installed_library
 from vitx.runtimes import SessionClosed, load_session
 from vitx.runtimes.cuda import CudaError, CudaStream, array_bytes
-from vitx.runtimes.plan_choice import Chunk, find_plan, split_batch
+from vitx.runtimes.plan_choice import Chunk, find_plan, plans_of, split_batch
 from vitx.runtimes.tensorrt import TensorRTSession
 
 RTX: Flavor = "tensorrt-rtx"
@@ -90,6 +90,12 @@ def test_plans_that_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stale = add_plan(write_bundle(tmp_path / "stale.vitx"), "tensorrt", onnx_sha256="1" * 64)
     with pytest.raises(CheckFailed, match=r"was not built from the graph of .*: export it again"):
         find_plan(stale, "tensorrt", "sm89")
+
+
+def test_a_plan_beside_the_sidecar_of_another_is_named_without_a_gpu(tmp_path: Path) -> None:
+    swapped = add_plan(write_bundle(tmp_path / "swapped.vitx"), "tensorrt-rtx", sha256="2" * 64)
+    with pytest.raises(CheckFailed, match=r"tensorrt-rtx\.plan' is not the plan its sidecar describes: build it again"):
+        plans_of(swapped)
 
 
 def test_the_bindings_have_every_name_that_is_used() -> None:

@@ -53,7 +53,7 @@ class PlanInfo(Record):
 
     format_version: Literal[1] = 1
     flavor: Flavor
-    version: str = Field(description="of TensorRT, all four numbers")
+    version: str = Field(pattern=r"^\d+(\.\d+)+", description="of TensorRT, all four numbers")
     architectures: tuple[str, ...] = Field(description="GPUs it runs on: sm89, …")
     profiles: tuple[Profile, ...]
     precision: str = Field(description="types of the graph's weights; the network is strongly typed")
@@ -102,9 +102,14 @@ def read_plan(plan: Path) -> PlanInfo:
     if not plan.is_file():
         raise InputError(f"no plan at '{plan}'")
     info = read_sidecar(plan)
-    if plan.stat().st_size != info.size or sha256_file(plan) != info.sha256:
-        raise CheckFailed(f"'{plan}' is not the plan its sidecar describes: build it again")
+    require_described(plan, info, sha256_file(plan), plan.stat().st_size)
     return info
+
+
+def require_described(plan: Path, info: PlanInfo, sha256: str, size: int) -> None:
+    """Raise CheckFailed unless a plan of this digest and size is the one of its sidecar."""
+    if (sha256, size) != (info.sha256, info.size):
+        raise CheckFailed(f"'{plan}' is not the plan its sidecar describes: build it again")
 
 
 def check_plan(plan: Path, *, architecture: str | None = None, version: str | None = None) -> PlanInfo:

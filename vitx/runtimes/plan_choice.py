@@ -6,13 +6,27 @@ from pathlib import Path
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.tensorrt_plan import ENGINES_FOLDER, EXTRAS, Flavor, PlanInfo, Profile, check_plan, read_sidecar, runs_on
+from vitx.core.tensorrt_plan import (
+    ENGINES_FOLDER,
+    EXTRAS,
+    Flavor,
+    PlanInfo,
+    Profile,
+    check_plan,
+    read_sidecar,
+    require_described,
+    runs_on,
+)
 
 
 def plans_of(bundle: Bundle) -> dict[str, PlanInfo]:
-    """What the sidecar of each TensorRT plan says, by the plan's name in the bundle."""
-    names = (name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/"))
-    return {name: read_sidecar(bundle.path / name) for name in names if name.endswith(".plan")}
+    """What the sidecar of each TensorRT plan says, by its name in the bundle; raise CheckFailed for that of another."""
+    names = [name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/")]
+    plans = {name: read_sidecar(bundle.path / name) for name in names if name.endswith(".plan")}
+    for name, info in plans.items():
+        entry = bundle.manifest.files[name]
+        require_described(bundle.path / name, info, entry.sha256, entry.size)
+    return plans
 
 
 def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, PlanInfo]:
