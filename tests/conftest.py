@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast this machine is decides no test.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
 # A shell that runs the tests in the background has the interrupt ignored, and the processes they start inherit that.

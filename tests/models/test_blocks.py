@@ -93,7 +93,7 @@ def test_training_drops_maps_and_outputs_at_their_own_rates(kind: Any, fused: bo
     assert (dropped == 0).double().mean().item() == pytest.approx(0.3, abs=0.02)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     heads=st.sampled_from([1, 2, 3, 4, 6, 12]),
     width=st.integers(1, 5),
@@ -107,7 +107,7 @@ def test_re_attention_equals_its_formula_at_any_size(heads: int, width: int, tok
     torch.testing.assert_close(layer(x), expected, atol=1e-10 * max(1.0, expected.abs().max().item()), rtol=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(heads=st.integers(1, 8), tokens=st.integers(2, 19), seed=st.integers(0, 9))
 def test_training_rows_sum_to_tokens_times_beta(heads: int, tokens: int, seed: int) -> None:
     """The mean is taken out of every entry, so a row keeps N·β_h on average over the batch and the rows."""

@@ -17,7 +17,7 @@ def test_bound_of_the_reference_numbers(k: int, n: int, bound: float) -> None:
 
 
 @given(st.integers(1, 1_000_000), st.floats(0, 1), st.sampled_from([0.5, 0.9, 0.95, 0.99, 0.9999]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_bound_equals_scipy(n: int, share: float, confidence: float) -> None:
     k = min(n - 1, int(share * n))
     expected = stats.beta.ppf(confidence, k + 1, n - k)
@@ -30,7 +30,7 @@ def test_bound_of_a_million_trials(k: int) -> None:
 
 
 @given(st.integers(2, 5000), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bound_rises_with_events_and_confidence_and_falls_with_trials(n: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, n - 2))
     bound = clopper_pearson_upper(k, n)
@@ -47,7 +47,7 @@ def test_bound_covers_the_true_rate_in_95_of_100_simulations(rate: float, n: int
 
 
 @given(st.integers(1, 400), st.floats(1e-4, 0.9999), st.sampled_from([0.8, 0.95, 0.99]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_coverage_is_at_least_the_confidence_whatever_the_rate(n: int, rate: float, confidence: float) -> None:
     """No simulation: the probability that the bound holds is a sum of binomial terms, taken here exactly."""
     held = [k for k in range(n + 1) if clopper_pearson_upper(k, n, confidence) >= rate]
@@ -77,7 +77,7 @@ def test_impossible_confidence_is_refused(confidence: float) -> None:
 
 
 @given(st.floats(1e-5, 0.99))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_images_needed_is_the_smallest_number_that_suffices(rate: float) -> None:
     needed = images_needed(rate)
     assert clopper_pearson_upper(0, needed) <= rate
@@ -89,7 +89,7 @@ def test_images_needed_for_common_rates() -> None:
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_mcnemar_equals_scipy(b: int, c: int) -> None:
     expected = stats.binomtest(b, b + c, 0.5).pvalue if b + c else 1.0
     assert mcnemar_exact(b, c) == pytest.approx(expected, rel=1e-9)
@@ -97,7 +97,7 @@ def test_mcnemar_equals_scipy(b: int, c: int) -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_mcnemar_equals_an_enumeration(b: int, c: int) -> None:
     """Under equal odds each disagreement goes either way: all 2^(b+c) ways are counted, those as uneven or more."""
     n = b + c

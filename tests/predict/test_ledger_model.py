@@ -143,9 +143,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 # The steps that fail are told as they were found: to find fewer would take minutes.
-TestLedger.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, database=None, phases=(Phase.generate,)
-)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=25, database=None, phases=(Phase.generate,))
 
 
 def test_pages_of_finished_shards_join_without_a_gap(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vitx.predict import ledger as ledger_module
 from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
 from vitx.predict.options import WHOLE, Share
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 # Bytes of a file's name: all but / and NUL. The first ones sort before and after /, and are not UTF-8.
 PART = st.binary(min_size=1, max_size=4).map(lambda name: name.translate(bytes.maketrans(b"\0/", b"-!")))
 CLOSE = st.text(alphabet="a-!./\n\udcff", min_size=1, max_size=5).map(os.fsencode)

@@ -438,7 +438,7 @@ def any_scenario(seed: int, requests: int) -> Scenario:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 24))
 def test_any_scenario_goes_as_in_the_slow_model(seed: int, requests: int) -> None:
     scenario = any_scenario(seed, requests)

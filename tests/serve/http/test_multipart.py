@@ -61,7 +61,7 @@ def test_broken_multipart_is_refused(content_type: str, body: bytes, text: str) 
     assert (error.value.status, str(error.value)) == (400, text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text(max_size=40),
     st.lists(
@@ -173,7 +173,6 @@ TOKEN = st.text("ab-_.~!", min_size=1, max_size=3)
 QUOTED = st.text("ab ;='/", max_size=6)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(TOKEN, TOKEN | QUOTED, max_size=4))
 @example({"a": ";"})
 def test_parameters_are_what_the_standard_library_reads(given: dict[str, str]) -> None:

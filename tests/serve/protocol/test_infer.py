@@ -435,14 +435,14 @@ def decodes_or_refuses(body: bytes, length: int | None) -> None:
         assert len(json.dumps(str(refused))) < 1000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(near_requests, st.none() | st.binary(max_size=7))
 def test_any_json_decodes_or_is_refused_cleanly(header: Any, binary: bytes | None) -> None:
     text = json.dumps(header).encode()
     decodes_or_refuses(text + (binary or b""), None if binary is None else len(text))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=60), st.none() | st.integers(0, 60))
 @example(b"[" * 100_000, None)
 @example(b'{"inputs":' * 50_000, None)
