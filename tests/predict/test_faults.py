@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bundle_fixture import LABELS, NumpySession, colour_image, png, tar_of
+from server_process import HANG
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.predict import PREDICTIONS, predict
@@ -319,7 +320,7 @@ def stopped_half_way(bundle: Bundle, source: Path, out: Path) -> None:
     class Stopped(NumpySession):
         def _infer(self, images: Any) -> Any:
             if next(ran) > 3:  # of the second part: once the first is there
-                end = time.monotonic() + 20
+                end = time.monotonic() + HANG
                 while not (out / PREDICTIONS / "part-00000001.parquet").exists() and time.monotonic() < end:
                     time.sleep(0.001)
                 raise KeyboardInterrupt

@@ -21,6 +21,7 @@ from bundle_fixture import (
     write_bundle,
 )
 from cli_fixture import Vitx
+from server_process import HANG
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
@@ -44,7 +45,7 @@ class Held(NumpySession):
 
     def _infer(self, images: UInt8Array) -> Float32Array:
         self.began.set()
-        assert self.go.wait(20)
+        assert self.go.wait(HANG)
         return super()._infer(images)
 
     def _close(self) -> None:
@@ -78,7 +79,7 @@ def test_close_waits_for_the_calls_that_run_and_refuses_others() -> None:
     session = Held()
     with ThreadPoolExecutor(4) as threads:
         running = threads.submit(session.infer, IMAGES)
-        assert session.began.wait(20)
+        assert session.began.wait(HANG)
         closing = [threads.submit(session.close) for _ in range(2)]
         while not session._closed:
             pass
@@ -87,9 +88,9 @@ def test_close_waits_for_the_calls_that_run_and_refuses_others() -> None:
         assert session.freed == 0
         assert not any(one.done() for one in closing)
         session.go.set()
-        assert len(running.result(20)) == 2
+        assert len(running.result(HANG)) == 2
         for one in closing:
-            one.result(20)
+            one.result(HANG)
     assert session.freed == 1
 
 
@@ -100,7 +101,7 @@ def test_a_call_that_failed_no_longer_runs() -> None:
         session.infer_outputs(IMAGES[0, 0, 0])
     closing = Thread(target=session.close)
     closing.start()
-    closing.join(20)
+    closing.join(HANG)
     assert session.freed == 1
 
 
@@ -178,9 +179,9 @@ def test_a_batch_alone_has_every_core_and_several_share_them() -> None:
     assert session.under_load is beside
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(session.infer, IMAGES)
-        assert alone.began.wait(20)
+        assert alone.began.wait(HANG)
         second = callers.submit(session.infer_outputs, IMAGES)
-        assert beside.began.wait(20)
+        assert beside.began.wait(HANG)
         for held in (beside, alone):
             held.go.set()
         assert np.array_equal(first.result(), second.result()["logits"])

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from server_process import HANG
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.callbacks import batch_of_replies, read_on_thread, write_with_batch
 from vitx.serve.limits import Batching
@@ -65,10 +66,10 @@ def test_large_bodies_are_read_one_at_a_time_and_small_ones_beside_them() -> Non
     def read(number: int) -> int:
         begun.append(number)
         if number == 3:
-            assert first.wait(20)
+            assert first.wait(HANG)
         else:
             first.set()
-            assert let_go.wait(20)
+            assert let_go.wait(HANG)
         return number
 
     async def test() -> list[int]:

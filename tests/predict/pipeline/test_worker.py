@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bundle_fixture import LABELS, PREPROCESSING, NumpySession, colour_image, listed, png
+from server_process import HANG
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS
@@ -94,7 +95,7 @@ def test_batches_are_counted_and_parts_committed_in_order(bench: Bench) -> None:
 
 def test_shards_of_several_calls_are_done_at_the_same_time(bench: Bench) -> None:
     """As actors of Ray do them: each call has a shard, and the calls share the threads."""
-    met, began = threading.Barrier(3, timeout=20), itertools.count()
+    met, began = threading.Barrier(3, timeout=HANG), itertools.count()
 
     class Meeting(NumpySession):
         callers = 3
@@ -118,11 +119,11 @@ class TwoCallers(NumpySession):
     def __init__(self) -> None:
         super().__init__()
         self.numbers = itertools.count()
-        self.met, self.one_left = threading.Barrier(2, timeout=20), threading.Event()
+        self.met, self.one_left = threading.Barrier(2, timeout=HANG), threading.Event()
 
     def _infer(self, images: UInt8Array) -> Float32Array:
         if next(self.numbers) < 2 and self.met.wait() == 0:
-            assert self.one_left.wait(20)
+            assert self.one_left.wait(HANG)
         self.one_left.set()
         return super()._infer(images)
 
@@ -243,7 +244,7 @@ def test_batches_are_predicted_while_a_part_is_committed(bench: Bench) -> None:
     commit = bench.commit
 
     def slow(claim: Claim, part: Part) -> None:
-        assert last.wait(20)
+        assert last.wait(HANG)
         commit(claim, part)
 
     bench.commit = slow  # type: ignore[method-assign]

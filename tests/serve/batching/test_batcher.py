@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server_process import HANG
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher
@@ -34,7 +35,7 @@ class Model:
     def __call__(self, images: UInt8Array) -> Float32Array:
         self.batches.append(len(images))
         self.started.release()
-        assert self.gate.wait(10)
+        assert self.gate.wait(HANG)
         number = images[:, 0, 0, 0].astype(np.float32)
         if (number == 13).any():
             raise RuntimeError("unlucky")
@@ -56,7 +57,7 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     """Run a test on each event loop that a server may have."""
 
     async def limited() -> None:
-        await asyncio.wait_for(test(), 20)
+        await asyncio.wait_for(test(), HANG)
 
     for new_loop in LOOPS:
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -85,7 +86,7 @@ def test_a_single_request_does_not_wait_for_others() -> None:
     async def test() -> None:
         model = Model()
         # Waiting for the delay would exceed the test's limit.
-        batcher = Batcher(model, ServeOptions(max_delay_ms=15000).batching)
+        batcher = Batcher(model, ServeOptions(max_delay_ms=1000 * HANG).batching)
         assert await answer(batcher.submit(images(3))) == [3]
         assert await answer(batcher.submit(images(4, 5))) == [4, 5]
         await batcher.close()
@@ -140,10 +141,9 @@ def test_max_delay_is_kept_when_the_expected_requests_do_not_come() -> None:
         rest = await submitted(batcher, *(images(number) for number in range(1, 7)))
         model.gate.set()
         await asyncio.gather(first, *rest)  # seven were together: a lone request now waits, but not for ever
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        started = time.monotonic()
         assert await answer(batcher.submit(images(9))) == [9]
-        assert 0.02 < loop.time() - started < 2
+        assert time.monotonic() - started > 0.02
         await batcher.close()
 
     run(test)
@@ -249,7 +249,7 @@ def test_a_model_that_returns_too_few_rows_fails_clearly() -> None:
 def test_closing_finishes_what_was_accepted_and_refuses_the_rest() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, ServeOptions(max_batch=2, max_delay_ms=15000).batching)
+        batcher = Batcher(model, ServeOptions(max_batch=2, max_delay_ms=1000 * HANG).batching)
         first = await busy(model, batcher)
         tasks = await submitted(batcher, *(images(number) for number in range(1, 6)))
         closing = asyncio.create_task(batcher.close())
@@ -324,16 +324,16 @@ def test_a_low_priority_is_not_starved() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, ServeOptions(max_batch=4).batching, curve=curve(0.5, 4))
+        batcher = Batcher(model, ServeOptions(max_batch=4).batching, curve=curve(50, 4))  # a busy machine takes seconds
         first = await busy(model, batcher)
         others = await submitted(batcher, images(1, 2, 3, 4), images(5, 6, 7, 8))
         now = time.monotonic()
-        with pytest.raises(DeadlineMissed) as refusal:  # .55 s run, 4 s are queued, and its own batch of 2 s
-            await batcher.submit(images(9), deadline=now + 4.5)
-        assert time.monotonic() - now < 4  # not when the deadline has passed
-        assert (refusal.value.status, refusal.value.reason, refusal.value.retry_after) == (503, "deadline", 3)
+        with pytest.raises(DeadlineMissed) as refusal:  # 55 s run, 400 s are queued, and its own batch of 200 s
+            await batcher.submit(images(9), deadline=now + 450)  # when that has passed, the test's time is over
+        assert (refusal.value.status, refusal.value.reason) == (503, "deadline")
+        assert 200 < refusal.value.retry_after <= 255
         assert str(refusal.value).startswith("the deadline is in 4")
-        urgent = asyncio.create_task(batcher.submit(images(9), priority=1, deadline=now + 4.5))  # passes the queue
+        urgent = asyncio.create_task(batcher.submit(images(9), priority=1, deadline=now + 450))  # passes the queue
         model.gate.set()
         assert await answer(urgent) == [9]
         await asyncio.gather(first, *others)
@@ -352,7 +352,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
         for task in (standing_by, queued):
             with pytest.raises(DeadlineMissed, match=r"; try again in 1 s$"):  # its time: test_batcher_by_hand.py
                 await task
-        assert 0.04 < time.monotonic() - started < 2
+        assert time.monotonic() - started > 0.04  # and while the first one runs
         assert batcher.queued == 0
         model.gate.set()
         assert await answer(first) == [0]  # it ran already, so it is answered, late
@@ -379,11 +379,11 @@ def test_a_batch_is_cut_to_the_size_that_is_fastest_an_image() -> None:
 def test_a_batch_is_cut_where_a_larger_one_would_miss_a_deadline() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, ServeOptions(max_batch=8).batching, curve=curve(0.2, 8))
+        batcher = Batcher(model, ServeOptions(max_batch=8).batching, curve=curve(20, 8))
         first = await busy(model, batcher)
         standing_by = await submitted(batcher, images(*range(8)))
         tasks = await submitted(batcher, *(images(number) for number in range(1, 8)))
-        tasks += [asyncio.create_task(batcher.submit(images(8), priority=1, deadline=time.monotonic() + 2.4))]
+        tasks += [asyncio.create_task(batcher.submit(images(8), priority=1, deadline=time.monotonic() + 240))]
         await asyncio.sleep(0)
         model.gate.set()
         await asyncio.gather(first, *standing_by, *tasks)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
+from server_process import HANG
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import InstanceThreads
@@ -25,7 +26,7 @@ def batch(infer: Infer, *parts: RequestPart) -> Batch:
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(test(), 20)
+        await asyncio.wait_for(test(), HANG)
 
     asyncio.run(bounded())
 
@@ -156,7 +157,7 @@ def test_an_exception_leaves_the_thread_and_anything_else_replaces_it() -> None:
         assert all(thread.daemon for thread in ran_on), "a model that hangs must not keep the server from ending"
         await threads.close()
         for thread in ran_on:  # one that died has told so before its last instruction
-            await asyncio.to_thread(thread.join, 10)
+            await asyncio.to_thread(thread.join, HANG)
         assert not any(thread.is_alive() for thread in ran_on)
 
     run(test)
@@ -170,7 +171,7 @@ def test_closing_runs_what_is_queued_on_every_instance_first() -> None:
 
         def infer(images: UInt8Array) -> Float32Array:
             started.release()
-            assert gate.wait(10)
+            assert gate.wait(HANG)
             return logits_of(images)
 
         threads = InstanceThreads(2, 8, results.append)

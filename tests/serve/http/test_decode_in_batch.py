@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from bundle_fixture import PREPROCESSING, colour_image, png, write_bundle
-from server_process import ServerProcess, running_server
+from server_process import HANG, ServerProcess, running_server
 from vitx.core.preprocess import ImageError, TooManyPixels, UInt8Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import DeadlineMissed, RequestError
@@ -154,13 +154,13 @@ def test_what_nobody_waits_for_is_not_decoded(standing_by: bool, timeout: float 
 
         def infer(images: UInt8Array) -> Any:
             busy.set()
-            release.wait(10)
+            release.wait(HANG)
             return images[:, 0, 0].astype(np.float32)
 
         batcher = Batcher(infer, ServeOptions(instances=1, max_batch=1).batching)
         names = ["runs"] if standing_by else ["runs", "next"]
         before = [asyncio.create_task(batcher.submit(image(name))) for name in names]
-        await asyncio.to_thread(busy.wait, 10)
+        await asyncio.to_thread(busy.wait, HANG)
         deadline = timeout and asyncio.get_running_loop().time() + timeout
         unwanted = asyncio.create_task(batcher.submit(image("unwanted"), deadline=deadline))
         await asyncio.sleep(0.1)

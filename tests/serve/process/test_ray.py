@@ -339,7 +339,7 @@ class Held(Session):
         return self._session.describe()
 
     def _infer(self, images: UInt8Array) -> Float32Array:
-        assert self.go.wait(20)
+        assert self.go.wait(HANG)
         return self._session.infer(images)
 
 
@@ -372,7 +372,7 @@ def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None
             return asyncio.create_task(ray_app.Replica._answer(replica, scope, receive, send))
 
         async def until(condition: Callable[[], bool]) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG):
                 while not condition():
                     await asyncio.sleep(0.001)
 

@@ -15,6 +15,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from reference import seq
+from server_process import HANG
 from vitx.core.errors import InputError
 from vitx.train.loop.distributed import processes as module
 from vitx.train.loop.distributed.fsdp_tensors import gathered, placed_like
@@ -38,7 +39,7 @@ class TwoThreads:
     """The calls of torch.distributed that are used, between two threads; `seconds` is the clock of both."""
 
     def __init__(self) -> None:
-        self.barrier, self.of = threading.Barrier(2, timeout=20), threading.local()
+        self.barrier, self.of = threading.Barrier(2, timeout=HANG), threading.local()
         self.given: list[Any] = [None, None]
         self.seconds, self.tries, self.speed = [0.0, 0.0], [0, 0], [1, 1]
         self.exchanges = [0, 0]
@@ -75,7 +76,7 @@ class TwoThreads:
                 raise
 
         with ThreadPoolExecutor(2) as pool:
-            return [running.result(30) for running in [pool.submit(one, rank) for rank in range(2)]]
+            return [running.result(HANG) for running in [pool.submit(one, rank) for rank in range(2)]]
 
 
 @pytest.fixture
