@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from server_process import HANG
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
@@ -231,7 +232,7 @@ def test_of_an_http_body_without_end_no_more_is_read(waits: list[float], monkeyp
     with http_server(answer=answer) as (url, gets):
         with pytest.raises(ImageError, match=r"^[0-9]+ bytes or more: more than the 100,000 that"):
             read_bytes(f"{url}/a.png")
-        assert ended.wait(20)
+        assert ended.wait(HANG)
     assert gets == ["/a.png"]
 
 
@@ -285,7 +286,7 @@ def test_a_file_of_an_http_server_may_take_hours() -> None:
             return session.timeout
 
     found = asyncio.run(limits())
-    assert (found.total, found.sock_read) == (None, 120)
+    assert (found.total, found.sock_read) == (None, 130)
 
 
 def test_a_page_of_links_without_end(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

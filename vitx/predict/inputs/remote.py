@@ -67,7 +67,8 @@ async def _http_client(**options: Any) -> Any:
                 self.close()
             super().raise_for_status()
 
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=READ_SECONDS, sock_read=READ_SECONDS)
+    late = READ_SECONDS + 10  # who waits has given up before, and says so
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=late, sock_read=late)
     # As it is: images gain nothing, and of what is compressed on the way no part, size or ETag is that of the file.
     headers = {"Accept-Encoding": "identity", **options.pop("headers", {})}
     ours: dict[str, Any] = {"timeout": limits, "response_class": Answer, "headers": headers}
