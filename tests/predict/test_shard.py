@@ -258,36 +258,43 @@ def test_ray_has_its_own_way_to_share(tiny_bundle: Bundle, photos: Path, tmp_pat
     assert "--ray shares the work among its nodes: pass --shard without it" in err
 
 
-SLOW = """
-import sys, time
+# In the midst of the second part the model waits until the process was asked to stop: few batches run ahead of a part.
+STOPPED = """
+import signal, sys, threading
 from pathlib import Path
 from vitx.core.bundle import Bundle
 from vitx.runtimes import Session, load_session
 from vitx.predict import PredictOptions, predict
 opened = Bundle.open(Path(sys.argv[1]))
 session = load_session(opened, device="cpu", threads=1)
-class Slow(Session):
+parts, asked, interrupt = Path(sys.argv[3]) / "predictions", threading.Event(), signal.default_int_handler
+def ask(*given):
+    asked.set()
+    interrupt(*given)
+signal.default_int_handler = ask
+class Held(Session):
     def _infer(self, images):
-        time.sleep(0.3)
+        if len(list(parts.glob("*part-*"))) == 2:
+            asked.wait()
         return session.infer(images)
     def describe(self):
         return session.describe()
-options = PredictOptions(shard_size=10, batch_size=5, shard="1/2")
-predict(opened, Slow(), sys.argv[2], Path(sys.argv[3]), options, quiet=True)
+options = PredictOptions(shard_size=15, batch_size=2, shard="1/2")
+predict(opened, Held(), sys.argv[2], Path(sys.argv[3]), options, quiet=True)
 """
 
 
 def test_a_preempted_job_leaves_nothing_half_done(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-c", SLOW, str(tiny_bundle.path), str(photos), str(out)]
+    command = [sys.executable, "-c", STOPPED, str(tiny_bundle.path), str(photos), str(out)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    wait_until(lambda: any((out / PREDICTIONS).glob(".part-*")) or process.poll() is not None)
+    wait_until(lambda: len(list((out / PREDICTIONS).glob("*part-*"))) == 2 or process.poll() is not None)
     os.kill(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGINT or b"KeyboardInterrupt" in err
     assert not list((out / PREDICTIONS).glob(".part-*"))
     for shard in ("1/2", "2/2"):
-        assert run(tiny_bundle, photos, out, shard, shard_size=10).images == 30
+        assert run(tiny_bundle, photos, out, shard, shard_size=15).images == 30
     assert max(Counter(paths(out)).values()) == 1
 
 
