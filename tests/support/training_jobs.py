@@ -95,11 +95,30 @@ def train_one(recipe: Recipe, out: Path, environment: Mapping[str, str], resume:
     train(recipe, out, resume=resume, device="cpu", quiet=True)
 
 
-def vitx_in(folder: Path, arguments: tuple[str, ...], errors: Path) -> None:
-    """Run the command line in this process, with one thread and no GPU; what it prints goes to `errors`."""
+def hold_step(epoch: int, batch: int, gate: Path) -> None:
+    """In this process that step waits as long as the file `gate` is there."""
+    from vitx.train.loop.trainer import Trainer
+
+    step = Trainer.step
+
+    def held(self: Trainer, *given: Any) -> None:
+        while (given[0], given[1].number) == (epoch, batch) and gate.exists():
+            time.sleep(0.01)
+        step(self, *given)
+
+    Trainer.step = held  # type: ignore[method-assign]
+
+
+def vitx_in(folder: Path, arguments: tuple[str, ...], errors: Path, held: tuple[int, int] | None) -> None:
+    """Run the command line in this process, with one thread and no GPU; what it prints goes to `errors`.
+
+    held: the (epoch, batch) of a step that waits as long as there is a file `gate` in the folder.
+    """
     from vitx.cli import main
 
     _prepare(folder, errors)
+    if held is not None:
+        hold_step(*held, folder / "gate")
     sys.argv = ["vitx", *arguments]
     main()
 
@@ -131,9 +150,11 @@ def _prepare(folder: Path, printed: Path) -> None:
 class VitxProcess:
     """`vitx ARGUMENTS` in a process that was forked with torch in memory."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], errors: Path) -> None:
+    def __init__(
+        self, folder: Path, arguments: tuple[str, ...], errors: Path, held: tuple[int, int] | None = None
+    ) -> None:
         self._errors = errors
-        self._process = context().Process(target=vitx_in, args=(folder, arguments, errors))
+        self._process = context().Process(target=vitx_in, args=(folder, arguments, errors, held))
         self._process.start()
 
     def require_running(self) -> None:
@@ -153,9 +174,14 @@ class VitxProcess:
         self._process.join()
 
 
-def train_in_a_group(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Train in this process, as the head of a process group: a signal to the group reaches its workers too."""
+def train_in_a_group(recipe: Recipe, out: Path, resume: bool, gate: Path | None = None) -> None:
+    """Train in this process, as the head of a process group: a signal to the group reaches its workers too.
+
+    With 18 images in batches of 4 the last step waits as long as the file `gate` is there.
+    """
     os.setpgid(0, 0)
+    if gate is not None:
+        hold_step(recipe.epochs, 18 // 4 - 1, gate)
     train_one(recipe, out, {}, resume)
 
 

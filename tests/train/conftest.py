@@ -15,8 +15,8 @@ def start_vitx(tmp_path: Path) -> Iterator[Callable[..., VitxProcess]]:
     """Start `vitx` in a separate process; its working directory is `tmp_path`."""
     started: list[VitxProcess] = []
 
-    def start(*arguments: object) -> VitxProcess:
-        started.append(VitxProcess(tmp_path, tuple(map(str, arguments)), tmp_path / f"errors-{len(started)}"))
+    def start(*arguments: object, held: tuple[int, int] | None = None) -> VitxProcess:
+        started.append(VitxProcess(tmp_path, tuple(map(str, arguments)), tmp_path / f"errors-{len(started)}", held))
         return started[-1]
 
     yield start

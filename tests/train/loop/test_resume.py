@@ -84,9 +84,10 @@ def test_kills_at_random_moments_end_in_the_same_bits(
     ).on_data(str(image_folder))
     alone = context().Process(target=train_in_a_group, args=(recipe, tmp_path / "alone", False))
     alone.start()
-    moments, run = random.Random(3), tmp_path / "killed"
+    moments, run, gate = random.Random(3), tmp_path / "killed", tmp_path / "gate"
+    gate.touch()
     for kill in range(kills):
-        process = context().Process(target=train_in_a_group, args=(recipe, run, run.is_dir()))
+        process = context().Process(target=train_in_a_group, args=(recipe, run, run.is_dir(), gate))
         process.start()
         deadline = time.monotonic() + HANG
         while not run.is_dir() or newest_step(run) < 2 * kill:
@@ -161,11 +162,15 @@ def test_a_signal_during_an_evaluation_loses_no_step_of_its_epoch(
 
 
 def test_an_interrupt_says_how_to_resume(start_vitx: Callable[..., VitxProcess], tmp_path: Path) -> None:
-    process = start_vitx("train", "digits-deepvit", "--set", "epochs=4", *TINY_SETTINGS, "--out", "run")
+    gate = tmp_path / "gate"
+    gate.touch()
+    run = ("train", "digits-deepvit", "--set", "epochs=1", *TINY_SETTINGS, "--out", "run")
+    process = start_vitx(*run, held=(1, 5))
     while not (tmp_path / "run").is_dir():
         process.require_running()
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
+    gate.unlink()
     code, err = process.wait()
     assert code == 130, err
     assert "resume with `vitx train digits-deepvit --out run --resume`" in err
