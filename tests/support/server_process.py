@@ -56,6 +56,30 @@ def held_model(gate: Path) -> str:
     return _OTHER_MODEL.replace("wait", f"while os.path.exists({str(gate)!r}): time.sleep(0.005)")
 
 
+_HELD_DECODING = """
+import os, threading, time
+from vitx.serve.http import decode as pool
+decoded = pool.decoded
+def held(data, steps, limit):
+    image = decoded(data, steps, limit)
+    while len(data) > 2**16 and os.path.exists(gate):
+        open(f"{gate}.{threading.get_ident()}", "w").close()
+        time.sleep(0.005)
+    return image
+pool.decoded = held
+from vitx.cli import main
+main()
+"""
+
+
+def held_decoding(gate: Path) -> str:
+    """A server that waits with each image of more than 64 KiB, once decoded, as long as the file `gate` is there.
+
+    Each thread that waits has made a file beside it.
+    """
+    return f"gate = {str(gate)!r}{_HELD_DECODING}"
+
+
 class ServerProcess:
     """A started server; `url` is host:port."""
 

@@ -95,16 +95,16 @@ def train_one(recipe: Recipe, out: Path, environment: Mapping[str, str], resume:
     train(recipe, out, resume=resume, device="cpu", quiet=True)
 
 
-def hold_step(epoch: int, batch: int, gate: Path) -> None:
-    """In this process that step waits as long as the file `gate` is there."""
+def hold_step(place: tuple[int, int], gate: Path) -> None:
+    """In this process the step `place`, (epoch, batch), waits as long as the file `gate` is there."""
     from vitx.train.loop.trainer import Trainer
 
     step = Trainer.step
 
-    def held(self: Trainer, *given: Any) -> None:
-        while (given[0], given[1].number) == (epoch, batch) and gate.exists():
+    def held(self: Trainer, epoch: int, batch: Any) -> None:
+        while (epoch, batch.number) == place and gate.exists():
             time.sleep(0.01)
-        step(self, *given)
+        step(self, epoch, batch)
 
     Trainer.step = held  # type: ignore[method-assign]
 
@@ -118,7 +118,7 @@ def vitx_in(folder: Path, arguments: tuple[str, ...], errors: Path, held: tuple[
 
     _prepare(folder, errors)
     if held is not None:
-        hold_step(*held, folder / "gate")
+        hold_step(held, folder / "gate")
     sys.argv = ["vitx", *arguments]
     main()
 
@@ -181,7 +181,7 @@ def train_in_a_group(recipe: Recipe, out: Path, resume: bool, gate: Path | None 
     """
     os.setpgid(0, 0)
     if gate is not None:
-        hold_step(recipe.epochs, 18 // 4 - 1, gate)
+        hold_step((recipe.epochs, 18 // 4 - 1), gate)
     train_one(recipe, out, {}, resume)
 
 

@@ -107,9 +107,15 @@ def test_without_the_package_the_error_names_the_extra(tiny_bundle: Bundle) -> N
         pass
 
 
-def test_a_full_queue_is_resource_exhausted(tiny_bundle: Bundle) -> None:
-    with slow_server(tiny_bundle, "--queue", "2") as (server, client), ThreadPoolExecutor(12) as pool:
-        outcomes = list(pool.map(lambda _: outcome(client), range(12)))
+def test_a_full_queue_is_resource_exhausted(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    started = slow_server(tiny_bundle, "--queue", "2", program=held_model(gate))
+    with started as (server, client), ThreadPoolExecutor(12) as pool:
+        gate.touch()
+        calls = pool.map(lambda _: outcome(client), range(12))
+        wait_until(lambda: waiting(server) + server.metric("vitx_rejections_total") == 12)
+        gate.unlink()
+        outcomes = list(calls)
         assert set(outcomes) == {"OK", "RESOURCE_EXHAUSTED"}
         assert server.metric('vitx_rejections_total{reason="queue_full"}') == outcomes.count("RESOURCE_EXHAUSTED")
         assert outcome(client) == "OK"
@@ -184,7 +190,13 @@ def test_a_deadline_that_passes(tmp_path: Path, tiny_bundle: Bundle) -> None:
 def test_a_deadline_that_cannot_be_met(tiny_bundle: Bundle) -> None:
     """As the warm-up has measured it, an image takes longer."""
     with slow_server(tiny_bundle, program=SLOW_MODEL.replace("if images.any()", "if len(images)")) as (server, client):
-        assert outcome(client, timeout=150_000) == "RESOURCE_EXHAUSTED"
+
+        def refused() -> bool:
+            """On a busy machine the time may have passed before it is looked at."""
+            assert (found := outcome(client, timeout=150_000)) in LATE
+            return found == "RESOURCE_EXHAUSTED"
+
+        wait_until(refused)
         assert server.metric("vitx_images_total") == 0
 
 
@@ -296,7 +308,7 @@ def test_a_call_whose_reply_is_not_taken_is_reset_and_holds_up_no_drain(method: 
 def test_connections_that_ask_for_nothing_are_closed(tiny_bundle: Bundle) -> None:
     """Each takes an open file, which HTTP has none of then."""
     program = "import vitx.serve.grpc.server as s; s._IDLE_SECONDS = 0.5; from vitx.cli import main; main()"
-    options = ("--grpc-port", "0", "--header-timeout", "0.5")
+    options = ("--grpc-port", "0", "--header-timeout", "1.5")
     with running_server(tiny_bundle.path, *options, program=program) as server:
         for sent in (b"", b"PRI", http2(b"")[:39]):  # the last is all that a connection begins with
             with connected(grpc_address(server)) as idle:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from bundle_fixture import LABELS, colour_image, png, write_bundle
-from server_process import SLOW_MODEL, ServerProcess, running_server, wait_until
+from server_process import SLOW_MODEL, ServerProcess, held_decoding, running_server, wait_until
 from vitx.core.preprocess import decode
 from vitx.core.probabilities import top_predictions
 
@@ -23,11 +23,20 @@ NOT_FINITE = "import numpy as np" + SLOW_MODEL.replace(
 )
 
 
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, the server waits with each large image."""
+    return tmp_path_factory.mktemp("gates") / "gate"
+
+
 @pytest.fixture(scope="module", params=["decoded apart", "decoded with the batch"])
-def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, gate: Path
+) -> Iterator[ServerProcess]:
     bundle = write_bundle(tmp_path_factory.mktemp("served") / "tiny.vitx")
     instances = "8" if request.param == "decoded with the batch" else "1"  # as many as decode at most, or fewer
-    with running_server(bundle.path, "--allow-uncertified", "--instances", instances, "--threads", "1") as started:
+    options = ("--allow-uncertified", "--instances", instances, "--threads", "1")
+    with running_server(bundle.path, *options, program=held_decoding(gate)) as started:
         yield started
 
 
@@ -163,17 +172,19 @@ def test_the_best_classes_are_those_of_a_whole_sort() -> None:
             assert [one["index"] for one in found] == np.argsort(-logits, kind="stable")[:count].tolist()
 
 
-def test_an_image_whose_client_hangs_up_while_it_is_decoded_is_not_computed(server: ServerProcess) -> None:
+def test_an_image_whose_client_hangs_up_while_it_is_decoded_is_not_computed(server: ServerProcess, gate: Path) -> None:
     gone, images = 'vitx_rejections_total{reason="disconnected"}', "vitx_images_total"
     classify(server, png(np.asarray(picture(0))))  # its head is cached from here on
     large = saved(picture(1, size=1600), "PNG")
     before = server.metric(gone), server.metric(images)
+    gate.touch()
     for more in ({}, PARSED):
         for _ in range(3):
             connection = server.connect()
             connection.request("POST", "/v1/classify?", large, {"Content-Type": "image/*", **more})
             connection.close()
     wait_until(lambda: server.metric(gone) == before[0] + 6)
+    gate.unlink()
     assert classify(server, png(np.asarray(picture(0))))[0] == 200  # behind all that is being decoded
     assert server.metric(images) == before[1] + 1
 

@@ -244,15 +244,19 @@ def test_bodies_are_bounded_in_sum(tmp_path: Path) -> None:
             with closing(raw(server)) as first, closing(raw(server)) as second:
                 for held in (first, second):
                     held.sendall(head % 2**20 + b"{")
-                time.sleep(0.2)  # one who asks before they are read takes bytes of theirs
-                wait_until(refused)
+                wait_until(refused)  # it comes behind these two, whose heads are read before its body
                 assert server.request("POST", INFER, INFER_BODY)[0] == 200  # what is small is not counted
             wait_until(lambda: not refused())  # they hung up
-        with closing(raw(server)) as first, closing(raw(server)) as second:
-            for held in (first, second):
-                held.sendall(chunks + 16 * chunk)
-            time.sleep(0.5)
-            wait_until(refused)
+
+        def full() -> bool:
+            """Whether two have all of it; one who asks before they are read takes bytes of theirs."""
+            with closing(raw(server)) as first, closing(raw(server)) as second:
+                for held in (first, second):
+                    held.sendall(chunks + 16 * chunk)
+                time.sleep(0.2)
+                return refused()
+
+        wait_until(full)
         assert server.metric('vitx_rejections_total{reason="memory"}') >= 3
 
 
