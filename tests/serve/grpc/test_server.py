@@ -193,7 +193,8 @@ def test_a_deadline_that_cannot_be_met(tiny_bundle: Bundle) -> None:
 
         def refused() -> bool:
             """On a busy machine the time may have passed before it is looked at."""
-            assert (found := outcome(client, timeout=150_000)) in LATE
+            found = outcome(client, timeout=150_000)
+            assert found in LATE
             return found == "RESOURCE_EXHAUSTED"
 
         wait_until(refused)
