@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -58,3 +59,11 @@ def test_version_is_stated_once() -> None:
     import vitx
 
     assert vitx.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_no_uvicorn_is_taken_that_starts_pipelined_requests_by_itself() -> None:
+    """Before 0.45 it has no `_start_asgi_task`: replies are written in one piece, a second request's never comes."""
+    requirements = map(Requirement, PYPROJECT["project"]["optional-dependencies"]["serve"])
+    (uvicorn,) = (one for one in requirements if one.name == "uvicorn")
+    assert "0.44.0" not in uvicorn.specifier
+    assert "0.45.0" in uvicorn.specifier
