@@ -296,7 +296,7 @@ def test_a_call_whose_reply_is_not_taken_is_reset_and_holds_up_no_drain(method: 
     message = b"" if method == "ServerMetadata" else request.SerializeToString()
     call = http2(struct.pack(">BI", 0, len(message)) + message, method=method, window=0)
     options = ("--grpc-port", "0", "--write-timeout", "0.5")
-    acknowledged = bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))  # its settings, without which gRPC ends the connection in a minute
+    acknowledged = bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))  # its settings; else the connection ends in a minute
     with running_server(tiny_bundle.path, *options) as server, connected(grpc_address(server)) as deaf:
         others = triton.InferenceServerClient(grpc_address(server))
         assert outcome(others) == "OK"
