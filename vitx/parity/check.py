@@ -135,8 +135,8 @@ def _measure(
     notes: tuple[str, ...] = ()
     if failed:
         elsewhere = options.trace or candidate.bundle is None
-        notes += flips_remedy(certificate)
-        notes += (diagnosis_note(reference, candidate, images, certificate, traced=elsewhere),)
+        found = diagnosis_note(reference, candidate, images, certificate, traced=elsewhere)
+        notes = (*flips_remedy(certificate), found)
     traced = None
     if options.trace:
         from vitx.export import SourceRequest

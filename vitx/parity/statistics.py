@@ -109,6 +109,11 @@ def stratified_upper(
     return clopper_pearson_upper(min(population, known + census_flips + most), population, 1 - 0.2 * risk)
 
 
+def rounded_up(rate: float) -> float:
+    """A rate to three places, not below it: what can be asked for where this is the bound."""
+    return math.ceil(rate * 1000) / 1000
+
+
 def _most_events(seen: int, sample: int, total: int, risk: float) -> int:
     """The largest K with P(X ≤ seen) > risk, X the events in a `sample` from `total` of which K are events."""
     if sample == 0:

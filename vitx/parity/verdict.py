@@ -1,13 +1,12 @@
 """The verdict on a comparison, and whether an image set can prove it. Limits: docs/parity.md."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.errors import InputError
 from vitx.data.image_set import ImageSet
 from vitx.parity.comparison import Comparison
-from vitx.parity.statistics import clopper_pearson_upper, images_needed
+from vitx.parity.statistics import clopper_pearson_upper, images_needed, rounded_up
 
 MAX_FLIP_RATE = 0.01
 
@@ -90,19 +89,15 @@ def check_image_count(count: int, max_flip_rate: float) -> None:
 
 def provable_rate(count: int) -> float:
     """The least flip rate, to three places, that `count` images prove when none of them flips."""
-    return _rounded_up(clopper_pearson_upper(0, count))
+    return rounded_up(clopper_pearson_upper(0, count))
 
 
 def flips_remedy(failed: Certificate) -> tuple[str, ...]:
     """What can be done about a certificate that failed by the bound on flips alone: near ties flip in any precision."""
-    rate = _rounded_up(failed.flip_rate_bound)
+    rate = rounded_up(failed.flip_rate_bound)
     if len(failed.reasons) > 1 or not failed.max_flip_rate < rate < 1:
         return ()
     return (f"the logits are within their limit: give more images with --data, or ask for --max-flip-rate {rate:g}",)
-
-
-def _rounded_up(rate: float) -> float:
-    return math.ceil(rate * 1000) / 1000
 
 
 def check_rate(max_flip_rate: float) -> None:

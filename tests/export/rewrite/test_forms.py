@@ -69,6 +69,13 @@ def require_equal(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-10 * expected.abs().max().item(), rtol=0)
 
 
+class MeanOfTokens(nn.Module):
+    """A norm that mixes tokens, as none of timm's does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=-2, keepdim=True)
+
+
 def test_which_blocks_are_supported() -> None:
     block = network("scaled").blocks[0]
     assert _is_supported(block)
@@ -80,6 +87,11 @@ def test_which_blocks_are_supported() -> None:
         changed_block = copy.deepcopy(block)
         setattr(changed_block.mlp, part, module)
         assert not _is_supported(changed_block), part
+    for norm, known in ((nn.RMSNorm(12), True), (nn.Identity(), True), (MeanOfTokens(), False)):
+        for part in ("norm1", "norm2"):
+            changed_block = copy.deepcopy(block)
+            setattr(changed_block, part, norm)
+            assert _is_supported(changed_block) is known, (part, norm)
     other_attention = copy.deepcopy(block)
     other_attention.attn = nn.MultiheadAttention(12, 3)
     assert not _is_supported(other_attention)

@@ -63,6 +63,15 @@ def flipped(witness: Witness, *rows: int) -> Any:
     return logits
 
 
+def just_flipped(witness: Witness, *rows: int) -> Any:
+    """The logits with the largest of these rows a little below the next."""
+    logits = witness.logits.copy()
+    for row in rows:
+        first, second = np.argsort(logits[row])[[-1, -2]]
+        logits[row, first] = logits[row, second] - 1e-3
+    return logits
+
+
 def judged(bundle: Bundle, session: Session, rate: float = 0.02, **options: Any) -> Verdict:
     witness = read_witness(bundle)
     assert witness is not None
@@ -158,11 +167,7 @@ def test_where_the_set_is_too_small_no_image_drawn_by_chance_may_flip(witnessed:
     near = {"precision": "int8"}  # whose limit on logits lets images of small margin flip
 
     def verdict_of(*rows: int) -> Verdict:
-        logits = witness.logits.copy()
-        for row in rows:
-            first, second = np.argsort(logits[row])[[-1, -2]]
-            logits[row, first] = logits[row, second] - 1e-3
-        wide = Looked(witness, logits, **near)
+        wide = Looked(witness, just_flipped(witness, *rows), **near)
         found = judged(witnessed, wide, 0.01)
         return found.model_copy(update={"reasons": tuple(text for text in found.reasons if "flipped" in text)})
 
@@ -181,11 +186,8 @@ def test_flips_that_were_certified_of_the_graph_are_counted_once(witnessed: Bund
     known = replace(witness, info=witness.info.model_copy(update={"split_flips": 3, "flipped": (0, drawn)}))
 
     def verdict_of(*rows: int, rate: float) -> Verdict:
-        logits = witness.logits.copy()
-        for row in rows:
-            first, second = np.argsort(logits[row])[[-1, -2]]
-            logits[row, first] = logits[row, second] - 1e-3
-        return judge_executable(witnessed, known, Looked(witness, logits, precision="int8"), rate, quiet=True)
+        session = Looked(witness, just_flipped(witness, *rows), precision="int8")
+        return judge_executable(witnessed, known, session, rate, quiet=True)
 
     proved = stratified_upper(0, 0, **COUNTS, known=3)
     found = verdict_of(0, drawn, rate=proved)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.onnx.ops
-from timm.layers import LayerNorm, LayerScale, Mlp, RmsNorm
+from timm.layers import LayerNorm, LayerScale, Mlp, RmsNorm, RmsNormFp32, SimpleNorm, SimpleNormFp32
 from timm.layers.attention import Attention as TimmAttention
 from timm.models.cait import Cait
 from timm.models.cait import LayerScaleBlock as CaitBlock
@@ -39,6 +39,8 @@ from vitx.models.vit import ContraNorm, Contrast
 SMALLEST_FACTOR = 1e-2
 # timm's runs one kernel more or less, and computes the same.
 NORMS = (nn.LayerNorm, LayerNorm)
+# What normalises each token alone: a norm that mixes tokens would see others than in the network.
+_OF_ONE_TOKEN = (*NORMS, nn.RMSNorm, RmsNorm, RmsNormFp32, SimpleNorm, SimpleNormFp32, nn.Identity)
 
 
 class HeadMix(nn.Module):
@@ -359,7 +361,7 @@ def _is_supported(module: nn.Module, tokens: int | None = None) -> bool:
     scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))
     mlp = block.mlp
     linear = is_plain(mlp, Mlp) and all(is_plain(layer, nn.Linear) for layer in (mlp.fc1, mlp.fc2))
-    norms = all(is_plain(_contrast_and_norm(norm)[1], *NORMS, RmsNorm) for norm in (block.norm1, block.norm2))
+    norms = all(is_plain(_contrast_and_norm(norm)[1], *_OF_ONE_TOKEN) for norm in (block.norm1, block.norm2))
     plain = scales and linear and norms and isinstance(mlp.norm, nn.Identity)
     return plain and _is_supported_attention(block.attn, tokens)
 

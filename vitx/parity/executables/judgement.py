@@ -1,6 +1,5 @@
 """One executable against the witness set: its classes and logits beside the checkpoint's, and the verdict."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.parity.comparison import NOT_FINITE_ERROR
 from vitx.parity.executables.outputs import judge_output, reasons_of
 from vitx.parity.executables.witness import Witness
-from vitx.parity.statistics import stratified_upper
+from vitx.parity.statistics import rounded_up, stratified_upper
 from vitx.runtimes.session import LOGITS, Float32Array, Session, executable_of
 
 BATCH = 16
@@ -53,7 +52,7 @@ def judge_executable(
     if must_prove and provable > rate:
         raise InputError(
             f"the witness set of '{bundle.path}' is too small for a flip rate of at most {rate:g}: its {count} "
-            f"of {info.population} images prove {math.ceil(provable * 1000) / 1000:g} at best; export with more "
+            f"of {info.population} images prove {rounded_up(provable):g} at best; export with more "
             "(--witness N), or compare with the run: vitx parity RUN BUNDLE --runtime NAME"
         )
     run = _run(witness, session, quiet=quiet)
