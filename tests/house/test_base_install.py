@@ -113,7 +113,7 @@ def canonical_closure(extra: str) -> frozenset[str]:
     return frozenset(map(canonicalize_name, closure("vitx", {extra})))
 
 
-@pytest.mark.parametrize("installed", [*EXTRAS, "otel", "sign", "openvino", "huggingface"])
+@pytest.mark.parametrize("installed", [*EXTRAS, "otel", "openvino"])
 def test_the_doctor_calls_no_extra_installed_that_lacks_a_package(installed: str) -> None:
     """Such as train after export, which brings torch too, or grpc after train, whose tensorboard brings grpcio."""
     there = canonical_closure(installed)

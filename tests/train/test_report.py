@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ from matplotlib.cbook import is_math_text
 
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import link_atomically
 from vitx.core.panels import png
 from vitx.core.probabilities import wilson_interval
@@ -22,6 +23,7 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import load_run_model
 from vitx.train import report
+from vitx.train.loop.result import TrainingResult
 from vitx.train.report import _logits, confusion_matrix, most_confused
 from vitx.train.report_figures import draw_confusion, draw_curves, draw_layers
 
@@ -92,6 +94,17 @@ def test_the_page_shows_the_run_and_needs_no_other_file(vitx: Vitx, finished: Pa
     assert cells["optimizer.lr"] == "0.002"
     assert cells["data.val.images"] == "360"
     assert len([name for name in cells if " taken for " in name]) == 10
+
+
+@pytest.mark.parametrize("picture", ["curves", "layers"])
+def test_a_picture_without_matplotlib_names_the_extra(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, picture: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "vitx.train.report_figures")
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    result = TrainingResult(RunFolder(finished), metrics_of(finished), resumed_from=0, images=8)
+    with pytest.raises(EnvironmentMissing, match=r"package 'matplotlib.*pip install 'vitx\[analyze\]'"):
+        getattr(result, picture)()
 
 
 def test_the_page_lies_in_the_run_by_default(vitx: Vitx, finished: Path) -> None:

@@ -13,6 +13,8 @@ EXTRAS = {
     "serve": (("starlette", "pyarrow", "prometheus_client"), "vitx serve, vitx predict"),
     "grpc": (("starlette", "grpc"), "vitx serve --grpc-port"),
     "ray": (("starlette", "ray"), "--ray"),
+    "sign": (("model_signing", "OpenSSL"), "--sign, --require-signature"),
+    "huggingface": (("datasets",), "image sets saved by datasets"),
 }
 
 

@@ -9,7 +9,7 @@ KNOWN = ("sm75", "sm80", "sm86", "sm89", "sm120")
 
 
 def test_architectures_are_parsed() -> None:
-    assert parse_architectures(" SM120,sm86,,sm86 ", KNOWN) == ("sm86", "sm120")
+    assert parse_architectures(" SM120,sm86, sm86 ", KNOWN) == ("sm86", "sm120")
     assert parse_architectures((), KNOWN) == ()
 
 
@@ -20,6 +20,8 @@ def test_architectures_are_parsed() -> None:
         ("sm89,sm90", "'sm90': it knows .*data-centre GPU: build with --trt on a machine that has it"),
         ("8.9", r"'8\.9': it knows .*\(the compute capability without its point: 8\.9 is sm89\)"),
         ("ada", "cannot build for 'ada'"),
+        ("", "cannot build for ''"),  # of a variable of the shell's that is not set
+        ("sm86,", "cannot build for ''"),
     ],
 )
 def test_unknown_architectures(text: str, message: str) -> None:

@@ -1,7 +1,7 @@
 """Distillation from a teacher, and initial weights: formulas, other normalisations, other image sizes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
@@ -43,6 +43,14 @@ def test_the_losses_are_those_of_the_paper() -> None:
     p, q = (teacher / 3).softmax(-1), (student / 3).softmax(-1)
     assert soft.item() == pytest.approx(9 * (p * (p / q).log()).sum(-1).mean().item(), rel=1e-5)
     assert distillation_loss(teacher, teacher, SOFT).item() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_teacher_without_an_answer_teaches_no_class(kind: Literal["hard", "soft"], value: float) -> None:
+    teacher = seq(1, 4, 5)
+    teacher[2, 3] = value
+    assert distillation_loss(seq(0, 4, 5), teacher, Distillation(teacher="x", kind=kind)).isnan()
 
 
 def test_a_teacher_sees_the_images_in_its_own_normalisation() -> None:

@@ -16,8 +16,7 @@ def parse_architectures(text: str | Sequence[str], known: Collection[str]) -> tu
 
     Raises InputError for a name that is not among `known`, listing those.
     """
-    given = text.split(",") if isinstance(text, str) else list(text)
-    names = [name.strip().lower() for name in given if name.strip()]
+    names = [name.strip().lower() for name in (text.split(",") if isinstance(text, str) else text)]
     for name in names:
         if name in known:
             continue

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitx.core.console import log
+from vitx.core.errors import naming_extra
 from vitx.core.page import table
 from vitx.core.panels import Picture, png
 from vitx.core.probabilities import wilson_interval
@@ -60,13 +61,15 @@ class TrainingResult:
 
     def curves(self) -> Picture:
         """Losses, accuracy, calibration and rate by epoch; needs matplotlib."""
-        from vitx.train.report_figures import draw_curves
+        with naming_extra("analyze"):
+            from vitx.train.report_figures import draw_curves
 
         return png(draw_curves(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
 
     def layers(self) -> Picture:
         """Similarity of patches and spread of attention by block and epoch; needs matplotlib, and blocks."""
-        from vitx.train.report_figures import draw_layers
+        with naming_extra("analyze"):
+            from vitx.train.report_figures import draw_layers
 
         return png(draw_layers(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
 

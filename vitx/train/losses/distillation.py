@@ -31,7 +31,9 @@ def distillation_loss(student_BC: Tensor, teacher_BC: Tensor, settings: Distilla
     """
     student_BC, teacher_BC = student_BC.float(), teacher_BC.float()
     if settings.kind == "hard":
-        return F.cross_entropy(student_BC, teacher_BC.argmax(dim=-1))
+        logits_B, classes_B = teacher_BC.max(dim=-1)
+        # NaN counts as the largest: no class. Zero times it is NaN, as is the loss then, which ends the run.
+        return F.cross_entropy(student_BC, classes_B) + 0 * logits_B.sum()
     tau = settings.temperature
     student_log_BC, teacher_log_BC = (F.log_softmax(logits / tau, dim=-1) for logits in (student_BC, teacher_BC))
     return F.kl_div(student_log_BC, teacher_log_BC, reduction="batchmean", log_target=True) * tau**2
