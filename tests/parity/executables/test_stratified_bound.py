@@ -21,7 +21,7 @@ def most_events_by_counting(seen: int, sample: int, total: int, risk: float) -> 
 
 
 @pytest.mark.parametrize(
-    "counts", [(0, 0, 3, 7), (0, 1, 3, 7), (2, 0, 5, 20), (1, 3, 10, 9), (0, 0, 0, 5), (4, 2, 4, 30)]
+    "counts", [(0, 0, 3, 7), (0, 1, 3, 7), (2, 0, 5, 20), (1, 3, 10, 9), (0, 0, 0, 5), (4, 2, 4, 30), (0, 20, 3, 30)]
 )
 def test_the_bound_is_that_of_exact_counting(counts: tuple[int, int, int, int]) -> None:
     census_flips, sample_flips, census, sample = counts
