@@ -1,6 +1,7 @@
 """The mutants that are made of a source, and which tests are asked about them."""
 
 import textwrap
+import tomllib
 
 import mutate
 import pytest
@@ -87,3 +88,11 @@ def test_a_room_without_an_entry_has_the_floor_above_it_and_the_tests_of_its_nam
     assert mutate.room_settings("parity/executables/choice.py") == (90.0, ["tests/parity/executables"])
     assert mutate.room_settings("bench/options.py") == (90.0, ["tests/bench"])
     assert mutate.room_settings("parity/options.py") == mutate.room_settings("parity")
+
+
+def test_the_mutants_listed_as_equivalent_are_of_lines_that_stand() -> None:
+    """`make mutate` refuses a list with others: who changes such a line removes its entry."""
+    listed = tomllib.loads((mutate.SETTINGS / "equivalent.toml").read_text(encoding="utf-8"))["mutant"]
+    lines = {file: (mutate.ROOT / file).read_text(encoding="utf-8").split("\n") for file in {e["file"] for e in listed}}
+    stale = [e["before"] for e in listed if e["before"] not in map(str.strip, lines[e["file"]])]
+    assert stale == []
