@@ -75,6 +75,7 @@ def test_the_witness_set_has_the_checkpoint_s_logits(exported_bundle: Path) -> N
         ),
         (("--builder-level", "5"), 2, "--builder-level is of a plan, and none is built"),
         (("--uncertified", "--witness", "9"), 2, "--witness 9 is made with the certificate: leave --uncertified out"),
+        (("--uncertified", "--for", "cpu"), 2, "--for cpu keeps what the certificate passes: leave --uncertified out"),
         (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
         (("--model-arg", "heads=3"), 2, "'deepvit_digits' cannot be built with --model-arg heads=3: .*'heads'"),
         (("--model-arg", "depth"), 2, "--model-arg depth: expected KEY=VALUE"),

@@ -161,6 +161,8 @@ class ExportOptions(Options):
             raise ValueError(f"--output {self.outputs[0]} is certified by the witness set: leave --witness none out")
         if self.uncertified and self.witness:
             raise ValueError(f"--witness {self.witness} is made with the certificate: leave --uncertified out")
+        if self.uncertified and self.for_:
+            raise ValueError("--for cpu keeps what the certificate passes: leave --uncertified out, or take --openvino")
         if self.calibration is not None and self.precision == "fp32" and self.for_ is None:
             raise ValueError(
                 f"--calibration-data {self.calibration} goes with a --precision below fp32 or --for cpu: leave it out"
