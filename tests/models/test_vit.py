@@ -1,7 +1,7 @@
 """The vision transformer: sizes, blocks, heads, timm's interface."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import timm
@@ -21,7 +21,7 @@ from vitx.models import (
 )
 from vitx.models.attention import AttnScaleAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.cait import FeatScaleBlock
-from vitx.models.vit import scale_frequencies
+from vitx.models.vit import AttentionKind, scale_frequencies
 
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 
@@ -44,6 +44,22 @@ def test_residual_scale_is_a_branch_multiplier(kind: str) -> None:
     middle = x + 2 * plain.attn(plain.norm1(x))
     expected = middle + 2 * plain.mlp(plain.norm2(middle))
     torch.testing.assert_close(scaled(x), expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        *({"attention": kind} for kind in get_args(AttentionKind)),
+        {"contranorm_scale": 0.1},
+        {"feat_scale": True, "init_values": 0.1},
+        {"patch_head": True},
+    ],
+    ids=str,
+)
+def test_every_tensor_of_a_network_is_made_on_the_device_and_in_the_type(chosen: dict[str, Any]) -> None:
+    model = VisionTransformer(**SMALL, global_pool="avg", device="meta", dtype=torch.float64, **chosen)
+    made = {(tensor.device.type, tensor.dtype) for tensor in model.state_dict().values() if tensor.is_floating_point()}
+    assert made == {("meta", torch.float64)}
 
 
 def test_feat_scale_reproduces_the_reference() -> None:

@@ -332,8 +332,10 @@ class VisionTransformer(TimmVisionTransformer):
         self.shares_values = "neutreno" in kinds
         if position_std != 0.02 and self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=position_std)
-        self.patch_head = nn.Linear(self.embed_dim, self.num_classes) if patch_head else None
-        if self.patch_head is not None:
+        self.patch_head = None
+        if patch_head:
+            place: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+            self.patch_head = nn.Linear(self.embed_dim, self.num_classes, **place)
             nn.init.trunc_normal_(self.patch_head.weight, std=0.02)
             nn.init.zeros_(self.patch_head.bias)
 
