@@ -23,6 +23,7 @@ from vitx.analyze.metrics.hessian_density import hessian_density
 from vitx.analyze.network_analyses import analyze_networks
 from vitx.analyze.options import AnalysisRequest
 from vitx.core.errors import InputError
+from vitx.models import image_tensor
 
 CLASSES = 3
 NETWORKS = ("mlp", "vit", "conv")
@@ -93,6 +94,8 @@ def test_product_is_that_of_the_dense_hessian(name: str) -> None:
         for k in range(3):
             vector = seq(k, operator.size)
             torch.testing.assert_close(operator.product(vector), expected @ vector + 0.25 * vector, atol=1e-12, rtol=0)
+    with hessian(network(name), *batch()) as without:
+        torch.testing.assert_close(without.product(vector), expected @ vector, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -231,6 +234,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="the loss of the batch is nan"):
         hessian_eigenvalues(model, images * math.nan, labels)
     assert mean_nll(model, images, labels).isfinite()
+    assert mean_nll(model, images, torch.zeros_like(labels)).isfinite()  # a batch of one class
 
 
 def test_batches_of_images_that_are_listed_by_class_are_of_most_classes() -> None:
@@ -245,6 +249,21 @@ def test_batches_of_images_that_are_listed_by_class_are_of_most_classes() -> Non
     assert [labels.tolist() for _, labels in augmented_batches(context)] == batches
     few = MetricContext(source, by_class.first(33), AnalysisOptions())
     assert [len(labels) for _, labels in augmented_batches(few)] == [11] * 3
+
+
+def test_images_are_shifted_by_up_to_an_eighth_of_the_side_with_a_mirrored_border() -> None:
+    source, images = digits_source("trained", trained_deepvit()), open_analysis_images("digits").first(100)
+    side, most = source.preprocessing.image_size, source.preprocessing.image_size // 8
+    assert most > 1
+    context = MetricContext(source, images, AnalysisOptions(batch_size=100, loss_batches=1))
+    ((shifted, _),) = augmented_batches(context)
+    pixels = next(iter(images.shuffled(context.options.seed).batches(source.preprocessing, 100)))
+    whole = image_tensor(pixels, source.preprocessing.mean, source.preprocessing.std)
+    padded = F.pad(whole, (most,) * 4, mode="reflect")
+    crops = padded.unfold(2, side, 1).unfold(3, side, 1)  # (B, 3, 2·most + 1, 2·most + 1, S, S)
+    found = (crops == shifted[:, :, None, None]).all(dim=(1, 4, 5)).nonzero()
+    assert set(found[:, 0].tolist()) == set(range(100))
+    assert [(int(offsets.min()), int(offsets.max())) for offsets in (found[:, 1], found[:, 2])] == [(0, 2 * most)] * 2
 
 
 def test_the_interval_of_a_share_of_two_batches_is_of_shares() -> None:

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from vitx.analyze.spectrum import feature_variance, fourier_log_amplitude, frequencies, image_log_amplitudes, square_map
+from vitx.analyze.spectrum import (
+    feature_variance,
+    feature_variances,
+    fourier_log_amplitude,
+    frequencies,
+    image_log_amplitudes,
+    square_map,
+)
 from vitx.core.errors import InputError
 
 Z = (torch.sin(0.013 * torch.arange(2 * 3 * 8 * 8, dtype=torch.float64).square()) + 0.2).reshape(2, 3, 8, 8)
@@ -17,6 +24,11 @@ def test_reference_numbers() -> None:
     assert feature_variance(Z).item() == pytest.approx(0.515196, abs=1e-6)
     channels_last = Z.movedim(1, -1).contiguous().movedim(-1, 1)
     assert feature_variance(channels_last).item() == pytest.approx(0.515196, abs=1e-6)
+
+
+def test_each_image_has_its_own_variance() -> None:
+    for maps in (Z, Z.movedim(1, -1).contiguous().movedim(-1, 1)):
+        torch.testing.assert_close(feature_variances(maps), Z.flatten(2).var(dim=-1).mean(dim=-1), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -70,3 +82,6 @@ def test_square_map_of_each_layout() -> None:
     assert square_map(tokens, 2, channels_last=False) is None  # 8 patches
     assert square_map(torch.zeros(2, 2, 3), 1, channels_last=False) is None  # one patch
     assert square_map(torch.zeros(2, 3), 0, channels_last=False) is None
+    assert square_map(torch.zeros(2, 3, 4, 2), 0, channels_last=False) is None
+    smallest = torch.rand(2, 3, 2, 2)
+    assert square_map(smallest, 0, channels_last=False) is smallest
