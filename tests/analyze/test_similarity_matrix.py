@@ -1,0 +1,53 @@
+"""Similarity of layers: what is read from a matrix, and how sure its entries are."""
+
+import numpy as np
+import pytest
+import torch
+
+from reference import seq
+from vitx.analyze.intervals import resample_weights
+from vitx.analyze.metrics.cka import MinibatchCKA, grams_of, hsic_1
+from vitx.analyze.similarity_matrix import SimilarityMatrix, matrix_line
+
+
+def matrix(*rows: tuple[float | None, ...], widest: float | None = None) -> SimilarityMatrix:
+    return SimilarityMatrix(layers=("a", "b", "c"), columns=("a", "b", "c"), matrix=rows, widest=widest)
+
+
+def test_the_neighbour_of_a_layer_is_the_one_before_it() -> None:
+    found = matrix((1.0, 0.25, 0.5), (0.3, 1.0, None), (0.6, None, 1.0))
+    assert found.neighbours() == {"b": 0.25}
+    assert matrix((1.0, 0.25, 0.5), (0.3, 1.0, 0.75), (0.6, 0.8, 1.0)).neighbours() == {"b": 0.25, "c": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("corner", "widest", "said"),
+    [
+        (0.12345, None, "a to c: 0.123"),
+        (None, None, "a to c: not comparable"),
+        (0.5, 0.0234, "a to c: 0.5; every entry ± 0.023 or less"),
+        (0.5, 1e-7, "a to c: 0.5; no entry varies"),
+    ],
+)
+def test_the_line_of_a_matrix_compares_its_ends(corner: float | None, widest: float | None, said: str) -> None:
+    assert matrix_line(matrix((1.0, 0.2, corner), (0.2, 1.0, 0.3), (corner, 0.3, 1.0), widest=widest)) == said
+
+
+def test_the_widest_interval_of_cka_is_that_of_resampled_batches() -> None:
+    """Each resample is a sum over the drawn batches, layer by layer; the quantiles are of each entry by itself."""
+    cka, parts = MinibatchCKA(), []
+    for batch in range(12):
+        size = 6 if batch < 11 else 5
+        layers = [seq(k + 0.37 * batch, size, 4).square() for k in (0.0, 1.3, 2.1)]
+        cka.add(layers)
+        grams = grams_of(layers)
+        parts.append((size * (size - 3) * hsic_1(grams, grams)).numpy())
+    widths = []
+    (drawn,) = resample_weights(12)
+    for i in range(3):
+        for j in range(3):
+            sums = [sum(count * part for count, part in zip(counts, parts, strict=True)) for counts in drawn]
+            cosines = [total[i, j] / np.sqrt(total[i, i] * total[j, j]) for total in sums]
+            widths.append(np.subtract(*np.quantile(cosines, (0.975, 0.025))))
+    assert cka.widest() == pytest.approx(max(widths) / 2, rel=1e-9)
+    assert torch.equal(cka.result().diagonal(), torch.ones(3, dtype=torch.float64))
