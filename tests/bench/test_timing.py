@@ -1,0 +1,80 @@
+"""Turns and warm-up of what is timed, on a clock that only the timed calls move."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle, repeat
+
+import pytest
+
+from vitx.bench.timing import MIN_CALLS, WARM_UP_SECONDS, WARM_UP_WINDOWS, Lane, Probe, take_turns, warm_up
+
+
+class Machine:
+    """A clock, and calls that take the seconds of a schedule."""
+
+    def __init__(self) -> None:
+        self.now, self.order = 100.0, list[str]()
+
+    def lane(self, title: str, seconds: Iterator[float], energy: Callable[[], float] | None = None) -> Lane:
+        def call() -> None:
+            self.order.append(title)
+            self.now += next(seconds)
+
+        return Lane(title, call, energy=energy, clock=lambda: self.now)
+
+
+def test_a_turn_leaves_the_first_call_out() -> None:
+    """And reads the energy around those that it times."""
+    machine = Machine()
+    lane = machine.lane("a", chain([5.0], cycle([0.25, 0.75])), energy=lambda: 3 * machine.now)
+    lane.take_turn(2.0)
+    assert lane.times == [0.25, 0.75, 0.25, 0.75]
+    assert (lane.turn_medians, lane.measured, lane.joules) == ([0.5], 2.0, 6.0)
+    lane.take_turn(0.1)  # the first again untimed, then one that is longer than the turn
+    assert lane.times[4:] == [0.75]
+    assert (lane.turn_medians, lane.measured, lane.joules) == ([0.5, 0.75], 2.75, 8.25)
+    assert lane.median == 0.75
+
+
+def test_without_a_counter_there_is_no_energy() -> None:
+    lane = Machine().lane("a", repeat(0.5))
+    lane.take_turn(1.0)
+    assert lane.joules == 0.0
+
+
+@pytest.mark.parametrize(
+    ("second", "settles", "windows"), [(1.02, True, 2), (0.98, True, 2), (1.05, True, 3), (0.9, True, 3)]
+)
+def test_warmed_up_are_two_windows_that_agree_within_three_percent(second: float, settles: bool, windows: int) -> None:
+    machine = Machine()
+    first = WARM_UP_SECONDS / 2
+    lane = machine.lane("a", chain(repeat(first, 2), repeat(first * second)))
+    assert lane.warm_up() is settles
+    took = machine.now - 100
+    assert windows - 0.1 < took / WARM_UP_SECONDS < windows + 0.8
+    assert lane.times == []
+
+
+def test_what_never_settles_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine()
+    restless = machine.lane("restless", (0.2 * 1.1**k for k in range(1000)))  # each window is one call
+    warm_up([restless, machine.lane("calm", repeat(0.2))], quiet=False)
+    said = capsys.readouterr().err
+    assert "restless did not settle in 20 windows" in said
+    assert "calm" not in said
+    assert machine.order.count("restless") == WARM_UP_WINDOWS + 1
+    assert machine.order.count("calm") == 2
+
+
+def test_lanes_take_turns_until_each_has_its_seconds_and_calls() -> None:
+    """The probe before each round and after the last; a lane that is done waits no more for the others."""
+    machine = Machine()
+    quick, slow = machine.lane("quick", repeat(0.01)), machine.lane("slow", repeat(0.125))
+    probe = Probe("product", 4.0, machine.lane("probe", repeat(0.05)))
+    take_turns([quick, slow], 0.5, [probe], quiet=True)
+    assert len(slow.times) == MIN_CALLS  # of .125 s: a turn has one
+    assert quick.measured == pytest.approx(0.5, abs=0.06)
+    assert len(quick.times) >= MIN_CALLS
+    assert probe.rates == pytest.approx([80.0] * (MIN_CALLS + 1))
+    rounds = [title for title, before in zip(machine.order, [None, *machine.order], strict=False) if title != before]
+    assert rounds[:6] == ["probe", "quick", "slow"] * 2
+    assert rounds[-3:] == ["probe", "slow", "probe"]
