@@ -171,6 +171,23 @@ def test_classify_refusals(server: ServerProcess, query: str, headers: dict[str,
     assert classify(server, b"no image", {"Content-Type": "image/png", **headers}, query) == (status, {"error": text})
 
 
+@pytest.mark.parametrize("encodings", [("gzip", "gzip"), ("identity", "gzip"), ("gzip", "identity"), ("gzip", "br")])
+def test_lines_of_one_header_mean_what_one_line_with_commas_means(
+    server: ServerProcess, pngs: list[bytes], encodings: tuple[str, str]
+) -> None:
+    """RFC 9110 §5.3: or a proxy that joins them makes another request of it."""
+    connection = server.connect()
+    connection.putrequest("POST", "/v1/classify?model=tiny")
+    for encoding in encodings:
+        connection.putheader("Content-Encoding", encoding)
+    connection.putheader("Content-Length", str(len(body := gzip.compress(pngs[0]))))
+    connection.endheaders(body)
+    reply = connection.getresponse()
+    text = f"Content-Encoding '{', '.join(encodings)}' is not offered: expected gzip, deflate or identity"
+    assert (reply.status, json.loads(reply.read())) == (415, {"error": text})
+    connection.close()
+
+
 def test_limits_of_body_images_and_pixels(server: ServerProcess, pngs: list[bytes]) -> None:
     connection = server.connect()
     connection.putrequest("POST", "/v2/models/tiny/infer")

@@ -93,9 +93,9 @@ def _accepted_encoding(accepted: str) -> str | None:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this lower-case name."""
-    found: bytes | None = next((value for key, value in scope["headers"] if key == name), None)
-    return None if found is None else found.decode("latin-1")
+    """The header of this lower-case name; of several lines their values with commas between, which mean the same."""
+    found = [value for key, value in scope["headers"] if key == name]
+    return b", ".join(found).decode("latin-1") if found else None
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
