@@ -251,3 +251,21 @@ def test_a_long_class_and_a_long_fault_fit_a_narrow_screen(page: Browser) -> Non
     give(page, "drop", png(colour_image(3, np.random.default_rng(3))))
     page.wait(f"{TEXT.format('status')}.startsWith('00000_')")
     assert page.run("document.documentElement.scrollWidth") <= 320
+
+
+def test_a_class_that_a_browser_takes_a_minute_to_lay_out_is_cut(page: Browser) -> None:
+    """Chromium's time grows with the square of a word's length."""
+    page.run(
+        """(() => {
+          const real = fetch;
+          window.fetch = async (path, options) => {
+            const reply = await real(path, options), answer = await reply.json();
+            for (const one of answer.predictions ?? []) one.label = 'a'.repeat(65536);
+            return Response.json(answer);
+          };
+        })()"""
+    )
+    give(page, "drop", png(colour_image(3, np.random.default_rng(3))))
+    page.wait(f"{TEXT.format('status')} !== ''")
+    assert classes(page) == ["a" * 300 + "…"] * 4
+    assert page.run(TEXT.format("status")).startswith("a" * 300 + "…, ")

@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 const percent = (share) => (100 * share).toFixed(share > 0.0995 ? 1 : 2) + "\u00a0%";  // not broken from its number
 const count = (number) => number.toLocaleString("en");
 const short = (number) => count(+number.toFixed(number < 10 ? 1 : 0));
+const cut = (label) => label.length > 300 ? label.slice(0, 300) + "…" : label;  // a word of 65,536 letters takes a minute
 
 let model = null;  // the one that is chosen
 let seen = null;  // {grid, preprocessing} of its attention map; null where it serves none
@@ -111,7 +112,7 @@ function listOf(predictions) {
     const row = element("li"), track = element("span", undefined, "track"), fill = element("div", undefined, "fill");
     fill.style.width = 100 * score + "%";
     track.append(fill);
-    row.append(element("span", label, "label"), track, element("span", percent(score), "number"));
+    row.append(element("span", cut(label), "label"), track, element("span", percent(score), "number"));
     return row;
   }));
   return list;
@@ -147,7 +148,7 @@ async function classify(file, row, signal) {
     row.lastChild.replaceChildren(listOf(predictions));
     if (outputs && !turned) showAttention(row.firstChild, outputs.attention, about)
       .catch(() => {});  // the browser may not read what the server can
-    return predictions[0].label + ", " + percent(predictions[0].score);
+    return cut(predictions[0].label) + ", " + percent(predictions[0].score);
   } catch (error) {
     const text = error instanceof Refused ? error.message : "the server does not answer";
     row.lastChild.replaceChildren(refusal(text));
