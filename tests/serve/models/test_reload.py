@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,13 +17,13 @@ import numpy as np
 import pytest
 
 from bundle_fixture import write_bundle
+from server_process import HANG, ServerProcess, load_on, run_serve, running_server, wait_until
 from server_process import INFER_BODY as BODY
 from server_process import INFER_PATH as PATH
-from server_process import ServerProcess, load_on, run_serve, running_server, wait_until
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.files import replace_folder
 from vitx.serve.models.loading import file_states
-from vitx.serve.models.repository import Repository
+from vitx.serve.models.repository import Repository, bundles_in
 from vitx.serve.options import ServeOptions
 from vitx.serve.server_core import ServerCore, verified
 
@@ -226,13 +227,48 @@ def test_the_index_says_which_models_are_still_loading(tiny_bundle: Bundle) -> N
     async def states() -> list[str]:
         core = ServerCore(options, offers := verified(options))
         repository = Repository(core.models, core.loader, core.metrics, offers)
-        reasons = [entry["reason"] for entry in repository.index()]
+        reasons = [entry["reason"] for entry in await repository.index()]
         await core.load()
         await repository.unload("tiny")
         await core.models.close()
-        return reasons + [entry["reason"] for entry in repository.index()]
+        return reasons + [entry["reason"] for entry in await repository.index()]
 
     assert asyncio.run(states()) == ["loading", "unloaded"]
+
+
+def test_no_request_waits_for_a_disk_that_gives_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop never lists the folder, which may be a mount that hangs."""
+    bundle = write_bundle(tmp_path / "tiny.vitx").path
+    options = ServeOptions(repository=tmp_path, allow_uncertified=True)
+    listed_by: list[int] = []
+
+    def listing(*given: Any) -> dict[tuple[str, str], Path]:
+        listed_by.append(threading.get_ident())
+        return bundles_in(*given)
+
+    async def look() -> None:
+        core = ServerCore(options, offers := verified(options))
+        repository = Repository(core.models, core.loader, core.metrics, offers)
+        await core.load()
+        monkeypatch.setattr("vitx.serve.models.repository.bundles_in", listing)
+        first = core.models.get("tiny", None)
+        assert [entry["state"] for entry in await repository.index()] == ["READY"]
+        assert len(listed_by) == 1
+        await repository.load("tiny")
+        await repository.load_all()
+        assert len(listed_by) == 3
+        watching = asyncio.create_task(repository.watch(0.01))
+        second = core.models.get("tiny", None)
+        (bundle / MANIFEST).touch()
+        async with asyncio.timeout(HANG):
+            while core.models.get("tiny", None) is second:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        assert first is not second
+        await core.models.close()
+
+    asyncio.run(look())
+    assert threading.get_ident() not in listed_by
 
 
 def test_a_name_that_a_client_made_up_is_no_label_while_the_repository_is_broken(

@@ -47,6 +47,9 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         ready = models.is_ready(request.service) if request.service else models.ready
         return {"status": _SERVING if ready else _NOT_SERVING}
 
+    async def index(request: Any) -> dict[str, Any]:
+        return {"models": await managed(repository).index(ready=request.ready)}
+
     async def model_infer(request: Any, context: Any) -> Any:
         model, record = models.get(request.model_name, request.model_version or None), CURRENT_RECORD.get()
         assert record is not None
@@ -69,15 +72,11 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         "ModelMetadata": lambda asked: named(asked).contract.metadata(models.versions(asked.name)),
         "ModelConfig": lambda asked: {"config": named(asked).config()},
         "ModelStatistics": lambda asked: models.statistics(named(asked) if asked.name else None, asked.version),
-        "RepositoryIndex": lambda asked: {"models": managed(repository).index(ready=asked.ready)},
+        "RepositoryIndex": index,
         "RepositoryModelLoad": lambda asked: managed(repository, asked.parameters).load(asked.model_name),
         "RepositoryModelUnload": lambda asked: managed(repository, asked.parameters).unload(asked.model_name),
-        "SystemSharedMemoryStatus": lambda asked: {
-            "regions": {region["name"]: region for region in memory.status(asked.name or None)}
-        },
-        "SystemSharedMemoryRegister": lambda asked: memory.register(
-            asked.name, asked.key, asked.offset, asked.byte_size
-        ),
+        "SystemSharedMemoryStatus": lambda of: {"regions": {it["name"]: it for it in memory.status(of.name or None)}},
+        "SystemSharedMemoryRegister": lambda of: memory.register(of.name, of.key, of.offset, of.byte_size),
         "SystemSharedMemoryUnregister": lambda asked: memory.unregister(asked.name or None),
         # Clients unregister all CUDA regions when they start; there never are any.
         "CudaSharedMemoryStatus": lambda asked: None,

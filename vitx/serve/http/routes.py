@@ -145,7 +145,7 @@ def _repository_routes(core: ServerCore, add: Add) -> None:
         ready = body.get("ready", False)
         if body.keys() - {"ready"} or not isinstance(ready, bool):
             raise RequestError('the body of an index request is {} or {"ready": true}')
-        return models.index(ready=ready)
+        return await models.index(ready=ready)
 
     async def change(what: str, request: Request) -> None:
         """Load or unload a model."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -74,15 +74,16 @@ class Repository:
         self._given = {offer.key: offer.given for offer in offers if offer.given in given}
         self._unseen = ""  # why the folder could not be read
         self._known = self._states() | {offer.key: offer.states for offer in offers}  # the last that was looked at
-        self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
         self._due: set[str] = set()  # names for which `load_all` waits
+        self._looking = asyncio.Lock()  # a disk that hangs takes one thread, however many clients ask for the index
         self.busy = asyncio.Lock()  # held by what loads or unloads
 
-    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+    async def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """Triton's repository index: name, version, state, reason; with `ready` only models that are."""
-        entries = []
-        for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
+        async with nullcontext() if ready else self._looking:
+            entries, seen = [], () if ready else await asyncio.to_thread(self._seen)
+        for key in sorted({*seen, *(model.key for model in self._models)}, key=_by_version):
             model, refusal = self._models.loaded.get(key), self._refusals.get(key, "")
             absent = refusal or ("loading" if key in self._models.expected else "unloaded")
             fault = absent if model is None else model.fault
@@ -101,7 +102,7 @@ class Repository:
 
     async def _load(self, name: str) -> None:
         try:
-            paths = {key: path for key, path in self._bundles().items() if key[0] == name}
+            paths = {key: path for key, path in (await asyncio.to_thread(self._bundles)).items() if key[0] == name}
         except (InputError, OSError) as error:
             known = name in {key[0] for key in self._known}  # else a client's: no label, and no line of the log
             raise (self._refused((name, FIRST_VERSION), error) if known else _unknown(name)) from error
@@ -129,20 +130,19 @@ class Repository:
         if self._models.draining:
             await asyncio.to_thread(warm.close)
             raise unavailable("the server is shutting down", "draining")
-        self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
+        self._models.switch(ServedModel(warm, self._metrics), self._loader.options.limits.drain_seconds)
         self._known[key] = warm.offer.states
         self._refusals.pop(key, None)
         self._metrics.loads.labels(*key, "loaded").inc()
         log(f"vitx: model {key_text(key)} loaded from {warm.offer.bundle.path}")
 
-    def _remove_surplus(self, name: str) -> None:
-        """Unload the versions that are on disk and, since a later one came, not to be served any more."""
+    def _surplus(self, name: str) -> set[ModelKey]:
+        """The loaded versions that are on disk and, since a later one came, not to be served any more."""
         surplus = (bundles_in(self._folder) if self._folder else {}).keys() - self._seen().keys()
-        for key in surplus & {(name, version) for version in self._models.versions(name)}:
-            self._remove(key)
+        return surplus & {(name, version) for version in self._models.versions(name)}
 
     def _remove(self, key: ModelKey) -> None:
-        self._models.remove(key, self._retire_seconds)
+        self._models.remove(key, self._loader.options.limits.drain_seconds)
         self._metrics.remove_model(key)
         self._refusals.pop(key, None)
         log(f"vitx: model {key_text(key)} unloaded")
@@ -168,10 +168,11 @@ class Repository:
             self._known |= {key: now[key] for key in changed}
             for key in changed:
                 async with self.busy:
-                    if (path := self._seen().get(key)) is not None:
+                    if (path := (await asyncio.to_thread(self._seen)).get(key)) is not None:
                         with suppress(RequestError, InputError, OSError):  # refused, or the folder is gone
                             await self._load_one(key, path)
-                            self._remove_surplus(key[0])
+                            for surplus in await asyncio.to_thread(self._surplus, key[0]):
+                                self._remove(surplus)
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
