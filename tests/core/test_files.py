@@ -141,6 +141,23 @@ def test_a_failed_stage_leaves_the_old_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_told_of_the_folder_that_was_asked_for(tmp_path: Path) -> None:
+    """Of a graph that did not fit nothing was named, of a manifest a file in the stage, which is gone by then."""
+    for name in ("file", "unnamed"):
+        with pytest.raises(OSError, match="No space") as caught, staged_folder(tmp_path / "folder") as stage:  # noqa: PT012
+            (stage / "file").write_text("x")
+            (stage / "full").symlink_to("/dev/full")
+            if name == "file":
+                shutil.copyfile(stage / name, stage / "full")  # its error names both
+            (stage / "full").write_text("x")
+        assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "folder"), None)
+    with pytest.raises(OSError, match="No space left") as caught, staged_folder(tmp_path / "folder"):
+        raise OSError(errno.ENOSPC, "No space left", "/elsewhere")
+    assert caught.value.filename == "/elsewhere"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_replace_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the platform cannot exchange two folders, two renames do."""
     monkeypatch.setattr("vitx.core.files._exchange", lambda first, second: False)

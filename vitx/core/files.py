@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import FULL_DISK, CheckFailed, EnvironmentMissing, InputError
 from vitx.core.page import fields
 
 _UMASK = threading.Lock()
@@ -280,7 +280,7 @@ def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed.
 
     Of a link that is what it leads to: the link stays. Raises InputError where no folder can be, and unless it
-    `replaces` the old one, where another process has made one in the meantime.
+    `replaces` the old one, where another process has made one in the meantime. Of a full disk the error names `target`.
     """
     check_folder(target)
     target = target.resolve()
@@ -298,6 +298,10 @@ def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
             replace_folder(stage, target)
         else:
             _place_folder(stage, target)
+    except OSError as error:
+        if error.errno in FULL_DISK and Path(error.filename2 or error.filename or stage).is_relative_to(stage):
+            error.filename, error.filename2 = str(target), None  # the stage is gone when this is read
+        raise
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 

@@ -3,11 +3,10 @@
 The sidecar's format, and reading it, are in vitx/core/tensorrt_plan.py.
 """
 
-import os
 from itertools import pairwise
 from pathlib import Path
 
-from vitx.core.errors import FULL_DISK, EnvironmentMissing, InputError
+from vitx.core.errors import InputError
 from vitx.core.files import rename, write_bytes
 from vitx.core.tensorrt_plan import PlanInfo, Profile, layers_path, sidecar_path
 from vitx.export.options import EngineOptions
@@ -55,7 +54,7 @@ def check_profiles(profiles: tuple[Profile, ...], image_elements: int) -> None:
 def write_plan(plan: Path, data: bytes, info: PlanInfo, layers: bytes = b"") -> None:
     """Write a plan, its sidecar and the table of its `layers`, if there is one: all or none.
 
-    A table of an older plan does not stay beside a plan that has none. Raises EnvironmentMissing when the disk is full.
+    A table of an older plan does not stay beside a plan that has none.
     """
     beside = {sidecar_path(plan): (info.model_dump_json(indent=2) + "\n").encode()}
     beside |= {layers_path(plan): layers} if layers else {}
@@ -69,11 +68,7 @@ def write_plan(plan: Path, data: bytes, info: PlanInfo, layers: bytes = b"") -> 
     except OSError as error:
         for new in waiting:
             new.unlink(missing_ok=True)
-        if error.errno not in FULL_DISK:
-            raise
-        kept = "the plan that was there is as it was" if plan.exists() else "nothing was written"
-        raise EnvironmentMissing(
-            f"cannot write '{plan}' ({len(data):,} bytes): {os.strerror(error.errno or 0)}; {kept}"
-        ) from None
+        error.filename = str(plan)
+        raise
     if not layers:
         layers_path(plan).unlink(missing_ok=True)

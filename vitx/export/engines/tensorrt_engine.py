@@ -81,7 +81,7 @@ def engine_from_onnx(
         compiled here and stored in the plan. Classic library only.
 
     Raises InputError for an argument or a graph that cannot be used (the parser's message names the node),
-    EnvironmentMissing without TensorRT, without the GPU it needs or with a full disk, CheckFailed if the build fails.
+    EnvironmentMissing without TensorRT or the GPU it needs, CheckFailed if the build fails, OSError with a full disk.
     After an error the plan at `plan_path` is as it was.
     """
     library = load_flavor(flavor)
