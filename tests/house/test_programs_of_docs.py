@@ -104,6 +104,16 @@ def test_the_page_runs_as_a_file(tmp_path: Path) -> None:
     assert ran.returncode == 0
 
 
+@pytest.mark.parametrize("page", ["parity", "precision", "tensorrt"])
+def test_a_block_has_all_that_it_names(page: str) -> None:
+    """Two were parts of programs: who copied them got a NameError."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    command = [sys.executable, *"-m ruff check --isolated --select F821 -".split()]
+    ran = subprocess.run(command, input="\n".join(blocks), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_a_notebook_runs_and_shows_what_it_keeps(notebook: str, printed: dict[str, str]) -> None:
     kept = {
