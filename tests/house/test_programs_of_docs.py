@@ -109,7 +109,7 @@ def test_a_block_has_all_that_it_names(page: str) -> None:
     """Two were parts of programs: who copied them got a NameError."""
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
-    command = [sys.executable, *"-m ruff check --isolated --select F821 -".split()]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
     ran = subprocess.run(command, input="\n".join(blocks), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

@@ -19,6 +19,7 @@ from vitx.export.precision import acceptance, lower, placement, quantization
 from vitx.export.precision.acceptance import (
     FIRST_IMAGES,
     Bounds,
+    SamplingPlan,
     agreement_of,
     judging_order,
 )
@@ -221,6 +222,8 @@ def test_the_best_of_all_trials_is_the_one_described(monkeypatch: pytest.MonkeyP
     order = sorted(LAYERS, key=lambda name: alone[name])
     best = measured(GRAPH, "max", order[:1], count=16)
     assert best.max_error < min(measured(GRAPH, "max", order[:count], count=16).max_error for count in (2, 3))
+    with pytest.raises(CheckFailed, match=r"of the 360 .*; train longer, or allow more \(--max-flip-rate\)$"):
+        quantize(GRAPH, "int8", IMAGES, bounds=Bounds(1e-9, sampling_plan=SamplingPlan(360, 0)), quiet=True)
     with pytest.raises(CheckFailed) as failed:
         quantize(GRAPH, "int8", IMAGES, bounds=Bounds(1e-9), quiet=True)
     assert str(failed.value) == (

@@ -202,8 +202,9 @@ class _Search:
         last = self.judge.trials[-1]
         best = min(self.judge.trials, key=lambda trial: float(trial["max_error"]))
         refused = " and was then refused by the caller's own check" if last.get("accepted") is False else ""
+        remedy = "; train longer, or allow more (--max-flip-rate)" if self.judge.bounds.sampling_plan else ""
         return (
             f"no choice of layers passes: the best, {best['what']}, has {best['flips']} of {best['images']} images in "
             f"another class and a largest logit error of {float(best['max_error']):.3g} standard deviations{refused}; "
-            f"allowed are {self.judge.bounds}"
+            f"allowed are {self.judge.bounds}{remedy}"
         )
