@@ -22,6 +22,8 @@ class ReportWriter:
     """Writes the report into a folder, as often as more is known; a figure is drawn when its results are new."""
 
     def __init__(self, folder: Path) -> None:
+        import matplotlib  # noqa: F401  # a writer without it fails here, before hours of measuring
+
         self._folder = folder
         self._drawn: dict[str, tuple[list[Record], bytes | None]] = {}
 
