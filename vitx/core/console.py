@@ -156,18 +156,20 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on standard output; numbers to the right."""
+    """A table on standard output; numbers to the right. The title is one line, however narrow the table is."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(visible(title)), title_justify="left", show_header=any(columns))
+    table = Table(show_header=any(columns))
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
         table.add_column(Text(visible(column)), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*[Text(f"{cell:.5g}" if isinstance(cell, float) else visible(str(cell))) for cell in row])
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(Text(visible(title), style="table.title"), soft_wrap=True)
+    console.print(table)
 
 
 def print_fields(title: str, fields: Mapping[str, object]) -> None:
