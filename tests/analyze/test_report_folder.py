@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cli_fixture import Vitx
 
 TINY = "model:deit_digits?embed_dim=16&num_heads=2"

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -205,6 +207,24 @@ def test_a_package_that_is_missing_is_named(certified_original: Bundle, monkeypa
         load_session(certified_original, "openvino")
     with pytest.raises(EnvironmentMissing, match=r"tensorrt or tensorrt_lean, .*pip install 'vitx\[trt\]'"):
         load_session(certified_original, "tensorrt")
+
+
+def test_files_that_were_uninstalled_with_the_other_onnxruntime_are_no_traceback(
+    vitx: Vitx, certified_original: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip uninstall onnxruntime beside onnxruntime-gpu leaves folders, which Python takes for a package."""
+    (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
+    monkeypatch.setattr(
+        "vitx.runtimes.requirements.find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
+    )
+    monkeypatch.setattr("vitx.runtimes.requirements.local_gpus", lambda: (Gpu("A", "sm89"),))
+    for name in ("onnxruntime", "onnxruntime-cpu", "onnxruntime-int8", "onnxruntime-cuda", "onnxruntime-tensorrt"):
+        code, _, error = vitx("bench", certified_original.path, "--runtime", name, "-q")
+        assert code == 3, name
+        assert re.search(
+            r"onnxruntime are missing: pip install --force-reinstall --no-deps onnxruntime(-gpu)?\n", error
+        )
+        assert "missing: pip install --force-reinstall" in why_unusable(name)
 
 
 def test_compilation_needs_a_compiler(tiny_run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
