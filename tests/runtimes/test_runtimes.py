@@ -35,6 +35,7 @@ from vitx.core.files import sha256_file, write_json
 from vitx.core.machine import Gpu, local_gpus
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
+from vitx.export.graph.execution import open_session
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances
 from vitx.runtimes.onnxruntime import OnnxRuntimeSession, compute_elsewhere, tensorrt_options
@@ -214,9 +215,7 @@ def test_files_that_were_uninstalled_with_the_other_onnxruntime_are_no_traceback
 ) -> None:
     """pip uninstall onnxruntime beside onnxruntime-gpu leaves folders, which Python takes for a package."""
     (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
-    monkeypatch.setattr(
-        "vitx.runtimes.requirements.find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
-    )
+    monkeypatch.setattr("vitx.core.machine.find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
     monkeypatch.setattr("vitx.runtimes.requirements.local_gpus", lambda: (Gpu("A", "sm89"),))
     for name in ("onnxruntime", "onnxruntime-cpu", "onnxruntime-int8", "onnxruntime-cuda", "onnxruntime-tensorrt"):
         code, _, error = vitx("bench", certified_original.path, "--runtime", name, "-q")
@@ -225,6 +224,11 @@ def test_files_that_were_uninstalled_with_the_other_onnxruntime_are_no_traceback
             r"onnxruntime are missing: pip install --force-reinstall --no-deps onnxruntime(-gpu)?\n", error
         )
         assert "missing: pip install --force-reinstall" in why_unusable(name)
+    with pytest.raises(EnvironmentMissing, match="files of the package onnxruntime are missing"):
+        open_session(certified_original.model_path.read_bytes())
+    # What serve and predict import before they load a session must not fail first.
+    code = "import sys, vitx.parity.executables.unlisted_embedding; print('onnxruntime' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_compilation_needs_a_compiler(tiny_run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vitx.core.errors import EnvironmentMissing, missing_package
 
 PACKAGES = ("vitx", "torch", "timm", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy", "pillow")
+AGAIN = "pip install --force-reinstall --no-deps"  # without the former pip holds that all is there
 # ONNX Runtime and OpenVINO choose kernels by these, and their sums differ in the last bits. Linux's names.
 _INSTRUCTION_SETS = (
     *("avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
@@ -198,6 +200,14 @@ def installed_version(package: str) -> str | None:
 def installed_versions() -> dict[str, str]:
     """The versions of the packages that a result depends on, as far as they are installed."""
     return {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
+
+
+def require_onnxruntime() -> None:
+    """Raise EnvironmentMissing where onnxruntime was uninstalled beside onnxruntime-gpu: it takes the other's files."""
+    spec = find_spec("onnxruntime")
+    if spec is not None and spec.origin is None:  # folders are left
+        name = "onnxruntime-gpu" if "onnxruntime-gpu" in installed_versions() else "onnxruntime"
+        raise EnvironmentMissing(f"files of the package onnxruntime are missing: {AGAIN} {name}")
 
 
 def require_socket_folder(name_length: int) -> None:

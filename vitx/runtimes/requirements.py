@@ -9,9 +9,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from vitx.core.errors import EnvironmentMissing, VitxError, unknown_name
-from vitx.core.machine import cpu_architecture, installed_versions, local_gpus
-
-_AGAIN = "pip install --force-reinstall --no-deps"  # without the former pip holds that all is there
+from vitx.core.machine import AGAIN, cpu_architecture, local_gpus, require_onnxruntime
 
 
 @dataclass(frozen=True)
@@ -72,23 +70,15 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _check_files() -> None:
-    """Raise EnvironmentMissing where onnxruntime was uninstalled beside onnxruntime-gpu: it takes the other's files."""
-    spec = find_spec("onnxruntime")
-    if spec is not None and spec.origin is None:  # folders are left
-        name = "onnxruntime-gpu" if "onnxruntime-gpu" in installed_versions() else "onnxruntime"
-        raise EnvironmentMissing(f"files of the package onnxruntime are missing: {_AGAIN} {name}")
-
-
 def _check_provider(provider: str) -> Callable[[], None]:
     def check() -> None:
-        _check_files()
+        require_onnxruntime()
         import onnxruntime
 
         if provider not in onnxruntime.get_available_providers():
             raise EnvironmentMissing(
                 f"this ONNX Runtime was built without {provider}: pip uninstall onnxruntime, then "
-                f"{_AGAIN} onnxruntime-gpu"
+                f"{AGAIN} onnxruntime-gpu"
             )
 
     return check
@@ -114,10 +104,10 @@ def _check_compiler() -> None:
 
 
 RUNTIMES: Mapping[str, Runtime] = {
-    "onnxruntime": Runtime("bundle", "auto", "model.onnx, on a GPU where there is one", check=_check_files),
-    "onnxruntime-cpu": Runtime("bundle", "cpu", "model.onnx", check=_check_files),
+    "onnxruntime": Runtime("bundle", "auto", "model.onnx, on a GPU where there is one", check=require_onnxruntime),
+    "onnxruntime-cpu": Runtime("bundle", "cpu", "model.onnx", check=require_onnxruntime),
     "onnxruntime-int8": Runtime(
-        "bundle", "cpu", "the int8 graph made by vitx export --for cpu", outputs=False, check=_check_files
+        "bundle", "cpu", "the int8 graph made by vitx export --for cpu", outputs=False, check=require_onnxruntime
     ),
     "onnxruntime-cuda": Runtime("bundle", "cuda", "model.onnx", check=_check_provider("CUDAExecutionProvider")),
     "onnxruntime-tensorrt": Runtime(

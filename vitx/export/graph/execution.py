@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 
 from vitx.core.errors import CheckFailed
-from vitx.core.machine import UNSIGNED_REWRITES, sums_int8_exactly, threads_here
+from vitx.core.machine import UNSIGNED_REWRITES, require_onnxruntime, sums_int8_exactly, threads_here
 from vitx.core.preprocess import UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
@@ -61,6 +61,7 @@ def open_session(graph: onnx.ModelProto | str | bytes, *, fused: bool = True) ->
     Without `fused` Q and DQ run as they stand: see `UNSIGNED_REWRITES`. ONNX Runtime fuses E4M3 into a kernel that then
     refuses the type.
     """
+    require_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if (threads := threads_here(None)) is not None:

@@ -12,11 +12,12 @@ import numpy as np
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.tolerance import allowed_logit_error
-from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 from vitx.runtimes.session import LOGITS, Device, image_shape
 
 if TYPE_CHECKING:
     import onnx
+
+    from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 
 # Random images for the check at loading.
 PROBES = 4
@@ -24,7 +25,7 @@ PROBES = 4
 
 def load_unlisted_embedding(
     bundle: Bundle, runtime: str, *, device: Device = "auto", threads: int | None = None
-) -> OnnxRuntimeSession:
+) -> "OnnxRuntimeSession":
     """Load a bundle without outputs so that it also gives the input of its classifier, as `embedding`.
 
     Loading checks, on random images, that the logits equal those of the bundle's own graph, and that the classifier
@@ -53,6 +54,8 @@ def load_unlisted_embedding(
     kind = _element_type(bundle, model, features[0])
     where = device if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
     images = np.random.default_rng(0).integers(0, 256, (PROBES, *image_shape(bundle)), dtype=np.uint8)
+    from vitx.runtimes.onnxruntime import OnnxRuntimeSession
+
     with OnnxRuntimeSession(bundle, device=where, threads=threads) as plain:
         expected = plain.infer(images)
     part = embedding_part(features, None)
