@@ -227,8 +227,9 @@ def test_files_that_were_uninstalled_with_the_other_onnxruntime_are_no_traceback
     with pytest.raises(EnvironmentMissing, match="files of the package onnxruntime are missing"):
         open_session(certified_original.model_path.read_bytes())
     # What serve and predict import before they load a session must not fail first.
-    code = "import sys, vitx.parity.executables.unlisted_embedding; print('onnxruntime' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    imports = "import sys, vitx.parity.executables.unlisted_embedding; print('onnxruntime' in sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True)
+    assert finished.stdout == "False\n"
 
 
 def test_compilation_needs_a_compiler(tiny_run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
