@@ -1,7 +1,9 @@
 """Turns and warm-up of what is timed, on a clock that only the timed calls move."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain, cycle, repeat
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,9 +67,10 @@ def test_what_never_settles_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert machine.order.count("calm") == 2
 
 
-def test_lanes_take_turns_until_each_has_its_seconds_and_calls() -> None:
+def test_lanes_take_turns_until_each_has_its_seconds_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe before each round and after the last; a lane that is done waits no more for the others."""
-    machine = Machine()
+    machine, bar = Machine(), Mock()
+    monkeypatch.setattr("vitx.bench.timing.progress", lambda *_, **__: nullcontext(bar))
     quick, slow = machine.lane("quick", repeat(0.01)), machine.lane("slow", repeat(0.125))
     probe = Probe("product", 4.0, machine.lane("probe", repeat(0.05)))
     take_turns([quick, slow], 0.5, [probe], quiet=True)
@@ -78,3 +81,6 @@ def test_lanes_take_turns_until_each_has_its_seconds_and_calls() -> None:
     rounds = [title for title, before in zip(machine.order, [None, *machine.order], strict=False) if title != before]
     assert rounds[:6] == ["probe", "quick", "slow"] * 2
     assert rounds[-3:] == ["probe", "slow", "probe"]
+    shown = [call.args for call in bar.update.call_args_list]
+    assert shown[-1] == (200, "slow")
+    assert all(done < 200 for done, _ in shown[:-1])  # slow has its seconds after four of its twenty calls

@@ -42,8 +42,9 @@ class Lane:
     def median(self) -> float:
         return statistics.median(self.times)
 
-    def done(self, seconds: float) -> bool:
-        return self.measured >= seconds and len(self.times) >= MIN_CALLS
+    def share_done(self, seconds: float) -> float:
+        """Of the seconds and the calls that it is to have, at most 1."""
+        return min(1.0, self.measured / seconds, len(self.times) / MIN_CALLS)
 
     def warm_up(self) -> bool:
         """Call until the medians of two windows in a row agree; return False if they never did."""
@@ -117,12 +118,11 @@ def warm_up(lanes: Sequence[Lane], *, quiet: bool) -> None:
 def take_turns(lanes: Sequence[Lane], seconds: float, probes: Sequence[Probe] = (), *, quiet: bool) -> None:
     """Measure the lanes in rounds of one turn each, until every lane has had `seconds` and `MIN_CALLS` calls."""
     turn = min(TURN_SECONDS, seconds)
-    with progress("bench", round(100 * seconds * len(lanes)), quiet=quiet) as bar:
-        while waiting := [lane for lane in lanes if not lane.done(seconds)]:
+    with progress("bench", 100 * len(lanes), quiet=quiet) as bar:
+        while waiting := [lane for lane in lanes if lane.share_done(seconds) < 1]:
             for lane in (*(probe.lane for probe in probes), *waiting):
                 lane.take_turn(turn)
-                measured = sum(min(seconds, lane.measured) for lane in lanes)
-                bar.update(round(100 * measured), lane.title)
+                bar.update(round(100 * sum(lane.share_done(seconds) for lane in lanes)), lane.title)
     for probe in probes:
         probe.lane.take_turn(turn)
 
