@@ -142,7 +142,7 @@ def _draw_units(axes: "Axes", record: Lesions) -> None:
 
 
 def change_text(removal: Removal, images: int) -> str:
-    """The change of accuracy that a removal makes, in points with its paired interval: −1.2 [−2.5, +0.1]."""
+    """The change of accuracy that a removal makes, in points with its paired interval: -1.2 [-2.5, +0.1]."""
     low, high = paired_change(removal.lost, removal.gained, images)
     return f"{100 * (removal.gained - removal.lost) / images:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}] points"
 
