@@ -158,6 +158,14 @@ def test_quadrature_of_all_steps_has_the_eigenvalues() -> None:
     np.testing.assert_allclose(found.nodes, np.sort(BULK), atol=1e-10)
 
 
+def test_no_product_is_made_beyond_those_allowed() -> None:
+    product, calls = counted(dense(BULK))
+    found = lanczos_quadrature(product, SIZE, steps=6, probes=3, generator=seeded(), dtype=torch.float64)
+    assert (found.products, calls[0], len(found.nodes)) == (18, 18, 18)
+    few = top_eigenvalues(product, SIZE, 4, max_products=4, generator=seeded(), dtype=torch.float64)
+    assert (few.converged, few.products, calls[0], len(few.values)) == (False, 4, 22, 4)
+
+
 def test_a_density_needs_no_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = smoothed_density([0.0, 1.0], [0.5, 0.5])
     monkeypatch.delattr(np, "trapezoid")

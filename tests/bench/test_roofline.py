@@ -62,9 +62,11 @@ def test_the_fixed_part_is_the_line_at_no_images() -> None:
 def test_a_share_is_of_the_probes_around_each_round() -> None:
     probe = Probe("product", 100.0, Lane("", lambda: None, turn_medians=[1.0, 2.0, 1.0, 1.0]))
     assert probe.rates == [100, 50, 100, 100]
-    # Work of 60: rounds at 60/2 of 75, 60/2 of 75, 60/1 of 100.
-    lane = Lane("", lambda: None, turn_medians=[2.0, 2.0, 1.0])
-    assert probe.share(lane, 60.0) == pytest.approx(0.4)
+    # Work of 60: rounds at 60/1 of 75, 60/4 of 75, 60/1 of 100.
+    lane = Lane("", lambda: None, turn_medians=[1.0, 4.0, 1.0])
+    assert probe.share(lane, 60.0) == pytest.approx(0.6)
+    lane.turn_medians.pop()  # it was done a round before the others
+    assert probe.share(lane, 60.0) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, cycle, repeat
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
-from vitx.bench.timing import MIN_CALLS, WARM_UP_SECONDS, WARM_UP_WINDOWS, Lane, Probe, take_turns, warm_up
+from vitx.bench.timing import MIN_CALLS, WARM_UP_SECONDS, WARM_UP_WINDOWS, Lane, Probe, percentiles, take_turns, warm_up
 
 
 class Machine:
@@ -65,22 +65,30 @@ def test_what_never_settles_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "calm" not in said
     assert machine.order.count("restless") == WARM_UP_WINDOWS + 1
     assert machine.order.count("calm") == 2
+    warm_up([restless], quiet=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_lanes_take_turns_until_each_has_its_seconds_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe before each round and after the last; a lane that is done waits no more for the others."""
     machine, bar = Machine(), Mock()
-    monkeypatch.setattr("vitx.bench.timing.progress", lambda *_, **__: nullcontext(bar))
-    quick, slow = machine.lane("quick", repeat(0.01)), machine.lane("slow", repeat(0.125))
+    progress = Mock(return_value=nullcontext(bar))
+    monkeypatch.setattr("vitx.bench.timing.progress", progress)
+    quick, slow = machine.lane("quick", repeat(0.03)), machine.lane("slow", repeat(0.125))
     probe = Probe("product", 4.0, machine.lane("probe", repeat(0.05)))
     take_turns([quick, slow], 0.5, [probe], quiet=True)
     assert len(slow.times) == MIN_CALLS  # of .125 s: a turn has one
-    assert quick.measured == pytest.approx(0.5, abs=0.06)
+    assert quick.measured == pytest.approx(0.6)  # five turns of four calls
     assert len(quick.times) >= MIN_CALLS
     assert probe.rates == pytest.approx([80.0] * (MIN_CALLS + 1))
     rounds = [title for title, before in zip(machine.order, [None, *machine.order], strict=False) if title != before]
     assert rounds[:6] == ["probe", "quick", "slow"] * 2
     assert rounds[-3:] == ["probe", "slow", "probe"]
-    shown = [call.args for call in bar.update.call_args_list]
+    shown = [update.args for update in bar.update.call_args_list]
+    assert progress.call_args_list == [call("bench", 200, quiet=True)]
     assert shown[-1] == (200, "slow")
     assert all(done < 200 for done, _ in shown[:-1])  # slow has its seconds after four of its twenty calls
+
+
+def test_percentiles_are_linear_between_times() -> None:
+    assert percentiles([4.0, 1.0, 2.0], (0.25, 0.5, 1.0)) == {0.25: 1.5, 0.5: 2.0, 1.0: 4.0}
