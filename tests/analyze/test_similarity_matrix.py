@@ -7,7 +7,7 @@ import torch
 from reference import seq
 from vitx.analyze.intervals import resample_weights
 from vitx.analyze.metrics.cka import MinibatchCKA, grams_of, hsic_1
-from vitx.analyze.similarity_matrix import SimilarityMatrix, matrix_line
+from vitx.analyze.similarity_matrix import MeanCosine, SimilarityMatrix, matrix_line
 
 
 def matrix(*rows: tuple[float | None, ...], widest: float | None = None) -> SimilarityMatrix:
@@ -31,6 +31,16 @@ def test_the_neighbour_of_a_layer_is_the_one_before_it() -> None:
 )
 def test_the_line_of_a_matrix_compares_its_ends(corner: float | None, widest: float | None, said: str) -> None:
     assert matrix_line(matrix((1.0, 0.2, corner), (0.2, 1.0, 0.3), (corner, 0.3, 1.0), widest=widest)) == said
+
+
+@pytest.mark.parametrize("images", [9, 10])
+def test_fewer_than_ten_images_have_no_widest_interval(images: int) -> None:
+    similarity = MeanCosine(axis=-1)
+    similarity.add({name: seq(k, images, 4, 3) for k, name in enumerate("ab")}, images)
+    found = similarity.result(SimilarityMatrix)
+    assert (found.widest is not None) == (images == 10)
+    vectors = [torch.nn.functional.normalize(seq(k, images, 4, 3), dim=-1) for k in range(2)]
+    assert found.matrix[0][1] == pytest.approx(float((vectors[0] * vectors[1]).sum(dim=-1).mean()), rel=1e-9)
 
 
 def test_the_widest_interval_of_cka_is_that_of_resampled_batches() -> None:
