@@ -425,3 +425,18 @@ def test_a_signal_while_the_command_line_is_imported(number: signal.Signals, cod
         assert early.stdout.readline() == "begun\n"
         early.send_signal(number)
         assert (early.communicate("\n")[1], early.wait()) == ("", code)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_of_torch_spin_less_unless_the_user_says_how(given: dict[str, str], count: str | None) -> None:
+    """It is read when torch is imported."""
+    program = (
+        "import os, sys, vitx.cli as cli; "
+        "cli.app = lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules); cli.main()"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    ran = subprocess.run([sys.executable, "-c", program], env=kept | given, capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.stderr) == (f"{count} False\n", "")
