@@ -12,18 +12,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.turns import take_turns
 from vitx.core.machine import usable_cores
 
-LIBGOMPS = "300000"
-WAYS: dict[str, dict[str, str]] = {"vitx": {}, "libgomp": {"GOMP_SPINCOUNT": LIBGOMPS}}
+WAYS: dict[str, dict[str, str]] = {"vitx": {}, "libgomp": {"GOMP_SPINCOUNT": "300000"}}
 CHOSEN_HERE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
 # Of libgomp's time: alone no more than noise adds, beside others a fifth less: else it is not worth a setting.
 TARGETS = {"alone": 1.05, "beside busy loops": 0.8}
@@ -50,10 +51,8 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in list(WAYS)[:: 1 if number % 2 else -1]:
-            seconds[way].append(seconds_of_training(WAYS[way]))
+    calls: dict[str, Callable[[], float]] = {way: partial(seconds_of_training, chosen) for way, chosen in WAYS.items()}
+    seconds = take_turns(calls, rounds, warm_up=0)
     ratios = [ours / theirs for ours, theirs in zip(seconds["vitx"], seconds["libgomp"], strict=True)]
     return {"seconds": seconds, "ratio": median(ratios), "min": min(ratios), "max": max(ratios)}
 

@@ -58,6 +58,21 @@ LINES: list[tuple[str, Record, str]] = [
         f"{HALF}; ε = 4/255: FGSM {FEW}, PGD 0.0 % [0.0, 3.7]",
     ),
     (
+        "attention-collapse",
+        made(
+            AttentionCollapse,
+            layers=("0", "1", "2"),
+            columns=("0", "1", "2"),
+            matrix=((1.0, 0.5, 0.1), (0.5, 1.0, 0.95), (0.1, 0.95, 1.0)),
+            threshold=0.9,
+            similar_blocks=1,
+            head_diversity={"0": 0.3, "2": 0.4},
+            intervals={"neighbours": {"2": (0.9, 0.99)}, "head_diversity": {}},
+        ),
+        "1 of 2 layers above 0.9 to the one before; similarity to it 0.5 → 0.95 [0.9, 0.99]; "
+        "1 − cosine of heads 0.3 → 0.4",
+    ),
+    (
         "confidence",
         made(
             Confidence,
@@ -208,20 +223,3 @@ LINES: list[tuple[str, Record, str]] = [
 @pytest.mark.parametrize(("metric", "record", "line"), LINES, ids=[name for name, *_ in LINES])
 def test_the_line_of_a_metric(metric: str, record: Record, line: str) -> None:
     assert METRICS[metric].line(record) == line
-
-
-def test_the_line_of_attention_collapse() -> None:
-    record = made(
-        AttentionCollapse,
-        layers=("0", "1", "2"),
-        columns=("0", "1", "2"),
-        matrix=((1.0, 0.5, 0.1), (0.5, 1.0, 0.95), (0.1, 0.95, 1.0)),
-        threshold=0.9,
-        similar_blocks=1,
-        head_diversity={"0": 0.3, "2": 0.4},
-        intervals={"neighbours": {"2": (0.9, 0.99)}, "head_diversity": {}},
-    )
-    assert METRICS["attention-collapse"].line(record) == (
-        "1 of 2 layers above 0.9 to the one before; similarity to it 0.5 → 0.95 [0.9, 0.99]; "
-        "1 − cosine of heads 0.3 → 0.4"
-    )

@@ -104,7 +104,7 @@ def test_the_page_runs_as_a_file(tmp_path: Path) -> None:
     assert ran.returncode == 0
 
 
-@pytest.mark.parametrize("page", [path.stem for path in DOCS.glob("*.md") if "```python\n" in path.read_text()])
+@pytest.mark.parametrize("page", [path.stem for path in DOCS.glob("*.md") if b"```python\n" in path.read_bytes()])
 def test_the_blocks_of_a_page_have_all_that_they_name(page: str) -> None:
     """Five were parts of programs: who copied them got a NameError."""
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)

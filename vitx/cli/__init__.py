@@ -263,7 +263,8 @@ def main() -> None:
     _open_standard_streams()
     if "OMP_WAIT_POLICY" not in os.environ:
         # PyTorch's threads wait for each other by spinning, on libgomp's own terms for milliseconds. Where another
-        # program has their cores, that triples the time of a training. Read when torch is imported.
+        # program has their cores, training takes half as long again (benchmarks/train/busy_cores.py). Read when torch
+        # is imported.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     hang_up = not_yet if sys.argv[1:2] == ["serve"] else terminate  # it asks a server for a reload
     before = {
