@@ -70,7 +70,7 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
         ('stages=[{"until": 5}]', r"expected: Field required \(at 0\.drop_path_rate\)"),
         ("optimizer.betas=[0.9,true]", r"expected: a valid number \(at 1\)"),
         ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),
-        ("optimizer=1", "--set optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
+        ("optimizer=1", "^optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
         ("data=elsewhere", "--set data: pass --data PATH instead"),
         ("epochs", "--set epochs: expected KEY=VALUE"),
         (

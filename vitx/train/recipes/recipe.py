@@ -219,7 +219,7 @@ def check_key(key: str) -> None:
         raise InputError("--set data: pass --data PATH instead")
     members = [name for name in names if name.startswith(f"{key}.")]
     if members:
-        raise InputError(f"--set {key} is a group of settings: set one of {', '.join(members)}")
+        raise InputError(f"{key} is a group of settings: set one of {', '.join(members)}")
     raise unknown_name("setting", key, names)
 
 

@@ -87,6 +87,8 @@ def resolve_recipe(
     if stored is not None and goes_on:
         recipe = stored
     data = data or settings.get("data")
+    if not isinstance(data, str | None):
+        raise InputError(f"--recipe {file}: data is {data}: expected a text, such as the path of a folder of images")
     if data is not None and recipe.on_data(data).data != recipe.data:
         recipe = recipe.on_data(data)
     if not recipe.data:
