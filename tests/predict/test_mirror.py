@@ -227,6 +227,10 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
         STORE.rm_file(f"{url}/{PREDICTIONS}/part-{number:08d}.parquet")
     with pytest.raises(InputError, match=r"of another run \(nothing tells which\)"):
         run(tiny_bundle, folder, url, tmp_path / "third")
+    for damage in (b"", b"3", b'{"run": 1}'):
+        STORE.pipe_file(f"{url}/.vitx.json", damage)
+        with pytest.raises(InputError, match=rf"^'{url}/\.vitx\.json', which says whose .* is damaged: choose another"):
+            run(tiny_bundle, folder, url, tmp_path / "third")
 
 
 @pytest.mark.parametrize("az", [False, True], ids=["mode", "overwrite"])

@@ -28,6 +28,7 @@ PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 # The markers and summaries of a run and of jobs, and what of a run's description is not the same for all jobs.
 _RECORD = re.compile(r"(\.vitx|summary)(-[0-9]{5,}-of-[0-9]{5,})?\.json")
 _OF_ONE_JOB = ("id", "skipped", "measured")
+_MARKER = {"run", "host", "state"}
 
 
 class Mirror:
@@ -51,15 +52,14 @@ class Mirror:
 
         summary: its copy is removed if it is not there. Raises InputError if the store has predictions of another run.
         """
-        parts, marker, marked = self._parts(), dict[str, Any](), f"{self._root}/{self._marker}"
-        with suppress(ValueError):
-            marker = dict(json.loads(self._ask("cat_file", marked) or b"{}"))
+        parts, marked = self._parts(), f"{self._root}/{self._marker}"
         if overwrite:
             records = [name for name in self._names() if _RECORD.fullmatch(name)]  # of jobs of a --shard too
             # First: a summary says that all parts are there, and a process that still works there looks for its mark.
             for name in (*records, *(f"{PREDICTIONS}/{part}" for part in parts)):
                 self._ask("rm_file", f"{self._root}/{name}")
-            parts, marker = {}, {}
+            parts = {}
+        marker = self._read(self._marker)
         if (parts or marker) and marker.get("run") != run:
             where = f"its ledger is in {marker['state']} of {marker['host']}" if marker else "nothing tells which"
             remedy = "pass --overwrite" if self._share == WHOLE else "remove them"
@@ -113,9 +113,7 @@ class Mirror:
         for name in self._names():
             if name == self._marker or not name.startswith(".vitx") or not _RECORD.fullmatch(name):
                 continue
-            other: dict[str, Any] = {}
-            with suppress(ValueError):
-                other = dict(json.loads(self._ask("cat_file", f"{self._root}/{name}") or b"{}"))
+            other = self._read(name)
             theirs = other.get("agreed", agreed)  # an older version's has none
             what = ", ".join(sorted(key for key in agreed if agreed[key] != theirs.get(key)))
             if name.rpartition("-of-")[2] != self._marker.rpartition("-of-")[2]:
@@ -125,6 +123,23 @@ class Mirror:
                     f"'{self.url}' has predictions of another {what} ({name}, of {other.get('host')}): choose another "
                     "URL for all jobs, or remove those"
                 )
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """The marker of a run: its id, host and state, and what its jobs agree on; empty where there is none.
+
+        Raises InputError for a damaged one: nothing tells whose predictions are there.
+        """
+        text = self._ask("cat_file", f"{self._root}/{name}")
+        if text is None:
+            return {}
+        with suppress(ValueError, RecursionError):
+            marker = json.loads(text)
+            if isinstance(marker, dict) and marker.keys() >= _MARKER and isinstance(marker.get("agreed", {}), dict):
+                return marker
+        raise InputError(
+            f"'{self.url}/{name}', which says whose predictions these are, is damaged: choose another URL, or remove "
+            "what is there"
+        )
 
     def _names(self) -> list[str]:
         """Of what lies beside the predictions now."""
