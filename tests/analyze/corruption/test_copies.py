@@ -141,6 +141,14 @@ def test_a_damaged_copy_is_named_with_its_corruption_and_severity(imagenet_c: Pa
         copies_robustness(mean_is_high, open_corrupted_copies(imagenet_c), PIXELS)
 
 
+def test_a_copy_that_is_a_broken_link_is_named(imagenet_c: Path) -> None:
+    copy = imagenet_c / "blur" / "zoom_blur" / "4" / "n02" / "2.JPEG"
+    copy.unlink()
+    copy.symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"^zoom_blur/4/n02/2\.JPEG: .*No such file"):
+        copies_robustness(mean_is_high, open_corrupted_copies(imagenet_c), PIXELS)
+
+
 def test_copies_without_their_metric_are_refused() -> None:
     with pytest.raises(InputError, match="--corrupted nowhere is for the metric corruptions: name it with --only"):
         analyze_networks(["run"], ("fourier",), AnalysisRequest(corrupted=Path("nowhere")))

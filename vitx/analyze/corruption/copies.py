@@ -13,7 +13,7 @@ from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes
 from vitx.data.cifar import PngReader
-from vitx.data.folder import folders_in, list_images
+from vitx.data.folder import FileReader, folders_in, list_images
 from vitx.data.image_set import ImageSet
 
 
@@ -57,13 +57,13 @@ class CorruptedCopies:
         items = [(path, names.index(name)) for name in found for path in list_images(folder / name)]
         if not items:
             raise InputError(f"{folder} has no images: unpack the copies again")
-        paths = [path for path, _ in items]
+        paths = tuple(path for path, _ in items)
         return ImageSet(
             name=str(folder),
             class_names=names,
             keys=tuple(str(path.relative_to(folder.parents[1])) for path in paths),
             labels=np.array([label for _, label in items], dtype=np.int64),
-            read=lambda index: paths[index].read_bytes(),
+            read=FileReader(paths),
         )
 
 
