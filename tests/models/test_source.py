@@ -161,6 +161,8 @@ def test_arguments_of_a_network_stand_behind_its_name() -> None:
         ("{'a': [1]}", {"a": [1]}),
         ("a=b&c d+e%", "a=b&c d+e%"),
         ("é", "é"),
+        ("{[]: 1}", "{[]: 1}"),  # the parser says TypeError, and of what is nested deeply MemoryError or RecursionError
+        ("-" * 20_000 + "1", "-" * 20_000 + "1"),
     ],
 )
 def test_a_value_is_a_literal_or_a_text(text: str, value: Any) -> None:

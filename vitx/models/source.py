@@ -159,7 +159,13 @@ def _literal(argument: str, text: str) -> Any:
     """The value as the manifest will hold it: a JSON value, so a tuple is a list."""
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        MemoryError,
+        RecursionError,
+    ):  # the last three of {[]: 1} and of 20,000 -
         return text
     try:
         return json.loads(json.dumps(value, allow_nan=False))
