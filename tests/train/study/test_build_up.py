@@ -158,3 +158,10 @@ def test_fewer_heads_in_a_later_stage_are_refused(vitx: Vitx, tmp_path: Path) ->
     code, _, said = vitx("study", "alternet", "--out", tmp_path / "study", "--set", "model.kwargs.num_heads=[3,6,12,6]")
     assert code == 2
     assert "the rule wants no fewer heads in later stages" in said
+
+
+@pytest.mark.parametrize("heads", ["3", "[3]", '[3, "a", 3, 6.5]'])
+def test_heads_that_no_network_takes_are_refused_before_the_first_step(heads: str, vitx: Vitx, tmp_path: Path) -> None:
+    code, _, said = vitx("study", "alternet", "--out", tmp_path / "study", "--set", f"model.kwargs.num_heads={heads}")
+    assert code == 2
+    assert said.startswith("error: model 'alternet_18_cifar' does not take these arguments: ")

@@ -108,11 +108,15 @@ def _stage_depths(study: Study) -> Depths:
     name, kwargs = recipe.model.name, recipe.model.kwargs
     if not isinstance(build_model(ModelSpec(name=name, num_classes=classes)), AlterNet):
         raise InputError(f"model '{name}' is no AlterNet: give --recipe digits-alternet or alternet-cifar")
-    heads = kwargs.get("num_heads", ())
-    if list(heads) != sorted(heads):
-        raise InputError(f"model.kwargs.num_heads={heads}: the rule wants no fewer heads in later stages")
     # Without attention: the recipe's own attention_depths need not fit the depths that --set gave.
     without_attention = {**kwargs, "attention_depths": (0,) * len(STAGE_WIDTHS)}
     model = build_model(ModelSpec(name=name, num_classes=classes, kwargs=without_attention))
     assert isinstance(model, AlterNet)
-    return tuple(len(list(stage.children())) for stage in model.stages)
+    depths = tuple(len(list(stage.children())) for stage in model.stages)
+    most = tuple(units // 2 for units in depths)
+    build_model(ModelSpec(name=name, num_classes=classes, kwargs={**kwargs, "attention_depths": most}))
+    given = kwargs.get("num_heads", ())  # of each stage that has attention a number, or that network was refused
+    heads = [number for number, attention in zip(given, most, strict=False) if attention]
+    if heads != sorted(heads):
+        raise InputError(f"model.kwargs.num_heads={given}: the rule wants no fewer heads in later stages")
+    return depths
