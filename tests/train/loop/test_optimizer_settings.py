@@ -80,6 +80,9 @@ def test_an_unusable_optimizer_is_refused_by_the_name_that_was_given(settings: A
     assert str(refused.value) == message
     with pytest.raises(InputError, match=r"^optimizer\.name=AdamW cannot be made with these settings: .*epps"):
         made(name="AdamW", kwargs={"epps": 1})
+    with pytest.raises(InputError, match=r"optimizer\.kwargs\.clip_threshold=abc: expected a number$"):
+        made(name="adafactor", kwargs={"clip_threshold": "abc"})
+    assert made(name="lamb", kwargs={"max_grad_norm": None}).defaults["max_grad_norm"] is None
     with pytest.raises(InputError, match=r"^unknown optimizer\.name 'lookahead_adamv': did you mean"):
         made(name="lookahead_adamv")
 
@@ -108,6 +111,22 @@ def test_a_schedule_that_timm_does_not_take_is_refused() -> None:
         build_schedule(optimizer, Schedule(name="wsd", kwargs={"decay_epochs": 9}), epochs=2, steps=3)
     with pytest.raises(InputError, match=r"^schedule\.name=rsqrt cannot be made with these settings: .*infinity"):
         build_schedule(optimizer, Schedule(name="rsqrt", kwargs={"decay_epochs": 1e308}), epochs=2, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("multistep", {"decay_milestones": "abc"}),
+        ("step", {"decay_rate": "half"}),
+        ("step", {"decay_epochs": 0}),
+        ("step", {"decay_rate": -0.5, "decay_epochs": 1}),
+        ("cosine", {"k_decay": -1.0}),
+    ],
+)
+def test_arguments_that_make_no_rate_are_refused_before_the_first_step(name: Any, given: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    with pytest.raises(InputError, match=rf"^schedule\.name={name} cannot be made with these settings: "):
+        build_schedule(optimizer, Schedule(name=name, kwargs=given, warmup_epochs=1), epochs=4, steps=3)
 
 
 @pytest.mark.parametrize(

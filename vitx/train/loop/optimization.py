@@ -1,6 +1,7 @@
 """timm's optimizers and schedules by name, and an optimizer's state as tensors and plain numbers, without pickle."""
 
 import inspect
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -67,9 +68,12 @@ def build_optimizer(model: nn.Module, settings: Optimizer, batch_size: int) -> t
         arguments.setdefault("betas", settings.betas)
     try:
         accepted = inspect.signature(get_optimizer_class(base)).parameters
-        for key, value in arguments.items():
-            if key in accepted and isinstance(accepted[key].default, bool) and value not in (True, False):
+        for key, value in arguments.items():  # of which many are used in the first step alone
+            default = accepted[key].default if key in accepted else None
+            if isinstance(default, bool) and value not in (True, False):
                 raise ValueError(f"optimizer.kwargs.{key}={value}: expected true or false")
+            if type(default) in (int, float) and not isinstance(value, int | float | None):
+                raise ValueError(f"optimizer.kwargs.{key}={value}: expected a number")
         if base in ("adam", "adamw") and "fused" in accepted:
             arguments.setdefault("fused", not arguments.get("foreach"))  # one kernel for all parameters
         return create_optimizer_v2(
@@ -115,6 +119,13 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
                 updates_per_epoch=steps,
                 **settings.kwargs,
             )
+        # Arguments of another type, or out of range, show in the rates alone: a thousand of them, and the first last.
+        total = epochs * steps
+        for step in (total - 1, *reversed(range(0, total, max(1, total // 1000)))):
+            schedule.step_update(step)
+            for group in optimizer.param_groups:
+                if not 0 <= group["lr"] < math.inf:
+                    raise ValueError(f"the rate of step {step} would be {group['lr']:g}")
     except (Warning, *UNUSABLE) as error:
         raise InputError(f"schedule.name={settings.name} cannot be made with these settings: {error}") from None
     return schedule
