@@ -204,7 +204,7 @@ def test_a_new_run_is_made_by_one_process(
 ) -> None:
     trainer = opened(tmp_path / "mine", monkeypatch, rank=rank, count=2)
     asked: list[Any] = []
-    now = SimpleNamespace(data="data")
+    now = SimpleNamespace(data="data", teacher="weights")
     monkeypatch.setattr(
         module,
         "RunEnvironment",
@@ -218,7 +218,8 @@ def test_a_new_run_is_made_by_one_process(
     trainer.open_run()
     assert folders == made
     assert asked == [((CPU, trainer.train_images, "val"), {"processes": 2, "teacher": ""})]
-    assert agreed == [("data", "the processes see other images than each other: copy the same to each node")]
+    said = "the processes see other images than each other, or another teacher: copy the same to each node"
+    assert agreed == [(("data", "weights"), said)]
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -231,7 +232,7 @@ def test_an_old_run_is_resumed_and_what_differs_is_said(
         check_same_data=lambda other: done.append(("data", other)),
         differences=lambda other: [f"with {other.data}: the result may differ"],
     )
-    now = SimpleNamespace(data="other threads")
+    now = SimpleNamespace(data="other threads", teacher="")
     environment = SimpleNamespace(now=lambda *_, **__: now, read=lambda path: done.append(path) or begun)  # type: ignore[func-returns-value]
     monkeypatch.setattr(module, "RunEnvironment", environment)
     monkeypatch.setattr(RunFolder, "exists", lambda self: True)

@@ -142,7 +142,8 @@ def test_a_teacher_of_other_classes_or_another_size_is_refused(teacher_run: Path
     with pytest.raises(InputError, match="predicts the classes class-0, class-1, class-2, the data has others"):
         load_teacher(settings, Preprocessing(image_size=32), ("a", "b", "c"))
     names = ("class-0", "class-1", "class-2")
-    with pytest.raises(InputError, match="does not take images of 64 px"):
+    message = r"teacher' was trained on images of 32 px, and preprocessing\.image_size is 64: set it to 32, or train a "
+    with pytest.raises(InputError, match=message):
         load_teacher(settings, Preprocessing(image_size=64), names)
 
 

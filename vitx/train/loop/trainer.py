@@ -217,7 +217,8 @@ class Trainer:
             teacher=self.teacher_sha256,
         )
         self.processes.agreed(
-            lambda: environment.data, "the processes see other images than each other: copy the same to each node"
+            lambda: (environment.data, environment.teacher),
+            "the processes see other images than each other, or another teacher: copy the same to each node",
         )
         if self.run.exists():
             begun = RunEnvironment.read(self.run.path)
