@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import median
 
 import timm
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from vitx.core.errors import InputError
+from vitx.core.errors import UNUSABLE, InputError
 from vitx.core.machine import usable_cores
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
@@ -80,5 +80,5 @@ def _shorter_side(encoded: bytes) -> int:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return min(image.size)
-    except (UnidentifiedImageError, OSError):
+    except (OSError, Image.DecompressionBombError, *UNUSABLE):
         return 0

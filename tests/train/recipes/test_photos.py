@@ -1,6 +1,8 @@
 """What the recipe for photographs chooses, what a run begins from, and settings: from files, and listed."""
 
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from vitx.train.recipes.photos import Photographs, fitted, photos
 from vitx.train.recipes.recipe import Recipe, apply_overrides, setting_names
 from vitx.train.recipes.registry import get_recipe, resolve_recipe
 from vitx.train.recipes.settings import all_settings
+from vitx.train.starting_point import _shorter_side
 
 DERIVED = {"img_size": 48, "patch_head": True}
 
@@ -103,6 +106,26 @@ def test_a_resumed_run_keeps_what_it_began_from(tmp_path: Path, image_folder: Pa
         resolve_recipe("photos", start=str(run.path), **resumed)  # type: ignore[arg-type]
 
 
+def test_a_teacher_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def taught(teacher: str, resumed: Path | None = None) -> Recipe:
+        return resolve_recipe("digits-deit", overrides=[f"distillation.teacher={teacher}"], resumed=resumed)
+
+    begun = taught("runs/t")
+    assert begun.distillation.teacher == str(tmp_path / "runs" / "t")
+    assert taught("timm:resnet18@w.pth").distillation.teacher == f"timm:resnet18@{tmp_path / 'w.pth'}"
+    assert taught("timm:resnet18").distillation.teacher == "timm:resnet18"
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "recipe.json", begun)
+    assert taught("runs/t", tmp_path / "run") == begun
+    monkeypatch.chdir("/")
+    assert resolve_recipe("digits-deit", resumed=tmp_path / "run") == begun
+    # A run of before keeps the text that it was begun with.
+    write_json(tmp_path / "run" / "recipe.json", begun.changed({"distillation.teacher": "runs/t"}))
+    assert taught("runs/t", tmp_path / "run").distillation.teacher == "runs/t"
+
+
 def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('name = "digits-deit"\nepochs = 7\nseed = 5\n[optimizer]\nlr = 1e-4\n[model.kwargs]\ndepth = 2\n')
@@ -153,6 +176,21 @@ def test_a_recipe_without_a_name_or_images_is_asked_for() -> None:
         resolve_recipe(None)
     with pytest.raises(InputError, match="recipe 'photos' has no images of its own: give --data FOLDER"):
         resolve_recipe("photos")
+
+
+def test_an_empty_text_is_no_place_of_images(tmp_path: Path) -> None:
+    """As the path of a folder it would be the current one, and of an unset variable it would be the digits."""
+    with pytest.raises(InputError, match="--data is an empty text: expected the path of a folder of images"):
+        resolve_recipe("digits-deit", data="")
+    (tmp_path / "x.toml").write_text("data = ''")
+    assert resolve_recipe("digits-deit", file=tmp_path / "x.toml").data == "digits"
+
+
+def test_an_image_of_too_many_pixels_does_not_end_the_choice_of_a_size() -> None:
+    """Pillow refuses it with an error that is no OSError; of large sets the run says so when it reads the image."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    assert _shorter_side(bomb) == 0
 
 
 def test_every_setting_is_listed_with_type_and_reason(vitx: Vitx) -> None:

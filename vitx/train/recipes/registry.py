@@ -86,7 +86,9 @@ def resolve_recipe(
     goes_on = stored is not None and stored.name == name
     if stored is not None and goes_on:
         recipe = stored
-    data = data or settings.get("data")
+    if data == "":  # such as of a variable that is not set
+        raise InputError("--data is an empty text: expected the path of a folder of images, or leave it out")
+    data = data or settings.get("data") or None  # a recipe for any images has an empty one
     if not isinstance(data, str | None):
         raise InputError(f"--recipe {file}: data is {data}: expected a text, such as the path of a folder of images")
     if data is not None and recipe.on_data(data).data != recipe.data:
@@ -97,7 +99,17 @@ def resolve_recipe(
         recipe = _fitted(recipe, start, device, goes_on=goes_on)
     if file is not None:
         recipe = with_settings(recipe, settings, file)
-    return apply_overrides(recipe, overrides)
+    recipe = apply_overrides(recipe, overrides)
+    teacher, before = recipe.distillation.teacher, stored.distillation.teacher if stored is not None else ""
+    return recipe if teacher in ("", before) else recipe.changed({"distillation.teacher": _from_any_folder(teacher)})
+
+
+def _from_any_folder(teacher: str) -> str:
+    """`distillation.teacher` by an absolute path: a run that is resumed needs it, wherever it is resumed from."""
+    if not teacher.startswith("timm:"):
+        return str(Path(teacher).absolute())
+    network, at, file = teacher.partition("@")
+    return f"{network}{at}{Path(file).absolute()}" if at else teacher
 
 
 def _fitted(recipe: Recipe, start: str | None, device: str, *, goes_on: bool) -> Recipe:
