@@ -3,6 +3,7 @@
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,31 @@ def test_a_folder_of_images_gets_its_own_augmentation() -> None:
     assert Path(recipe.data).is_absolute()
     assert recipe.augmentation.smallest_crop < 1
     assert recipe.augmentation.rotation == recipe.augmentation.flip == 0
+    assert get_recipe("digits-deit").on_data("cifar10") == get_recipe("digits-deit").changed(
+        {"data": "cifar10", "augmentation": get_recipe("digits-deit").on_data("photos").augmentation}
+    )
+    assert get_recipe("digits-deit").on_data("digits") == get_recipe("digits-deit")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"schedule": {"warmup": share}} for share in ("half", [1], None)),
+        {"schedule": "warmup"},
+        {"model": {"kwargs": 3}},
+        {"losses": 3, "schedule": {"warmup": 0.1}},
+    ],
+)
+def test_a_damaged_recipe_of_a_run_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write_json(tmp_path / "recipe.json", RECIPE.model_dump(mode="json") | changed)
+    with pytest.raises(InputError, match=rf"recipe\.json is not a valid Recipe: {next(iter(changed))}"):
+        read_recipe(tmp_path)
+
+
+def test_a_recipe_of_a_run_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"recipe\.json is not a valid Recipe: the file: Invalid JSON: recursion"):
+        read_recipe(tmp_path)
 
 
 def test_resuming_starts_from_the_settings_of_the_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self, get_origin
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import UNUSABLE, InputError, unknown_name
 from vitx.core.files import Record, read_record
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import NOT_OF_THE_NETWORK
@@ -124,13 +124,12 @@ class Recipe(Record):
     def on_data(self, data: str) -> "Recipe":
         """The recipe on other images.
 
-        A folder gets random crops and flips instead of the rotations and shifts of the digits' recipes: photographs
+        Other images get random crops and flips instead of the rotations and shifts of the digits' recipes: photographs
         may be mirrored, digits may not.
         """
-        if data in NAMED_SETS:
-            return self.model_copy(update={"data": data})
-        crops = Augmentation(smallest_crop=0.35, flip=0.5) if self.data == "digits" else self.augmentation
-        return self.model_copy(update={"data": str(Path(data).absolute()), "augmentation": crops})
+        place = data if data in NAMED_SETS else str(Path(data).absolute())
+        crops = Augmentation(smallest_crop=0.35, flip=0.5) if self.data == "digits" != data else self.augmentation
+        return self.model_copy(update={"data": place, "augmentation": crops})
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -165,13 +164,13 @@ def setting_names() -> list[str]:
 def read_recipe(run: Path) -> Recipe:
     """The `recipe.json` of the run folder `run`; raise InputError when it is missing or not valid."""
     path, share = run / RECIPE_FILE, 0.0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, *UNUSABLE):  # of a damaged file: below it is said what is wrong
         plain = json.loads(path.read_bytes())
         for name in UNHEEDED_ARGUMENTS:
             plain["model"]["kwargs"].pop(name, None)
         if "warmup" in plain["schedule"]:
             # Until 2026-11-23 the warm-up was a share of the epochs, and losses.attention compared softmax maps.
-            share = plain["schedule"].pop("warmup")
+            share = float(plain["schedule"].pop("warmup"))
             plain["schedule"]["warmup_epochs"] = share * plain["epochs"]
             plain["losses"].setdefault("attention_maps", "softmax")
         if share <= 0.5:
