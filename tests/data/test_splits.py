@@ -93,6 +93,8 @@ def test_names_of_classes_are_lines(tmp_path: Path) -> None:
     for content in ("a cat\ndog", "a cat\ndog\n", "a cat\r\ndog\r\n \r\n\r\n", "\ufeffa cat\ndog\n\n"):
         names.write_bytes(content.encode())
         assert open_splits(str(tmp_path))[0].class_names == ("a cat", "dog")
+    names.write_text("a\x0ccat\nd\u2028og\n", encoding="utf-8")  # which other programs take for one line each as well
+    assert open_splits(str(tmp_path))[0].class_names == ("a\x0ccat", "d\u2028og")
     names.write_text("crane\ncrane\n")
     assert open_splits(str(tmp_path))[0].class_names == ("crane", "crane")
     for content, line in (("a\n \nb\n", 2), ("\na\nb", 1), ("\n", 1), ("", 1)):

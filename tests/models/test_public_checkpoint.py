@@ -374,6 +374,10 @@ def test_the_classes_of_a_checkpoint_are_those_of_its_head(tmp_path: Path) -> No
         classes_in(tmp_path / "none.safetensors", "deepvit_s")
     with pytest.raises(InputError, match=r"w\.safetensors' has no classifier: it has no tensor 'fc\.weight'$"):
         classes_in(tmp_path / "w.safetensors", "test_resnet")
+    for weight, shape in ((torch.tensor(1.0), "a scalar"), (torch.ones(0, 4), "0×4")):
+        save_file({"head.weight": weight}, tmp_path / "none.safetensors")
+        with pytest.raises(InputError, match=rf"no classifier: its tensor is {shape}, expected a row for each class$"):
+            classes_in(tmp_path / "none.safetensors", "deepvit_s")
 
 
 @pytest.mark.parametrize(

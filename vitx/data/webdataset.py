@@ -160,7 +160,7 @@ def _class_names(data: str, folder: Path) -> tuple[str, ...]:
 def _names_in(path: Path) -> tuple[str, ...]:
     """One name a line; two classes may have one name, as ImageNet's two of "sunglasses" in the list of CLIP."""
     try:
-        names = path.read_text("utf-8-sig").rstrip().splitlines()  # Windows' editors begin it with a byte order mark
+        names = path.read_text("utf-8-sig").rstrip().split("\n")  # Windows' editors begin it with a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text in UTF-8: {error}") from None
     empty = [number for number, name in enumerate(names, 1) if not name.strip()]

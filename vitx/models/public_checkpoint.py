@@ -251,7 +251,10 @@ def classes_in(path: Path, network: str) -> int:
     keys = [f"{name}.weight" for name in _classifiers(config and config.classifier) or ("head",)]
     if not (found := [weights[key] for key in keys if key in weights]):
         raise InputError(f"'{path}' has no classifier: it has no tensor '{keys[0]}'")
-    return int(found[0].shape[0])
+    shape = tuple(found[0].shape)
+    if not shape or not shape[0]:
+        raise InputError(f"'{path}' has no classifier: its tensor is {_shape(shape)}, expected a row for each class")
+    return shape[0]
 
 
 def _classifiers(named: Any) -> tuple[str, ...]:
