@@ -160,6 +160,7 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
         ("x.toml", f"a{'.a' * 3000} = 1", r"x\.toml has settings nested too deeply: expected a few names with dots"),
         ("x.toml", f"model.kwargs{'.a' * 3000} = 1", r"x\.toml( has settings nested too|: Invalid JSON: recursion)"),
         ("x.json", "[" * 100_000, "cannot be read: maximum recursion depth"),
+        ("x.json", '{"model": {"kwargs": {"dept": null}}}', r"x\.json: model\.kwargs\.dept=null has no effect"),
         ("x.json", "[1]", "expected settings by name"),
         ("x.json", '{"optimizer": {"lr": NaN}}', "optimizer.lr is .*: Input should be a finite number"),
         ("x.yaml", "epochs: 3", r"expected a \.toml or \.json file"),

@@ -47,6 +47,15 @@ def test_a_number_may_lack_its_zero() -> None:
     assert (changed.losses.cosine, changed.model.kwargs["position_std"]) == (0.3, 0.5)
 
 
+def test_pythons_true_and_false_are_no_texts() -> None:
+    """Which are both true to a network: it would keep the bias."""
+    settings = ["model.kwargs.qkv_bias=False", "model.kwargs.feat_scale=True", "execution.compile=True"]
+    changed = apply_overrides(RECIPE, settings)
+    assert (changed.model.kwargs["qkv_bias"], changed.model.kwargs["feat_scale"]) == (False, True)
+    assert changed.execution.compile is True
+    assert apply_overrides(RECIPE, ["model.name=True"]).model.name == "True"
+
+
 def test_another_network_drops_the_arguments_of_the_first() -> None:
     changed = apply_overrides(RECIPE, ["model.kwargs.depth=4", "model.name=vit_tiny_patch16_224"])
     assert changed.model.kwargs == {"depth": 4}
@@ -71,6 +80,7 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
         ('stages=[{"until": 5}]', r"expected: Field required \(at 0\.drop_path_rate\)"),
         ("optimizer.betas=[0.9,true]", r"expected: a valid number \(at 1\)"),
         ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),
+        ("model.kwargs.dept=null", r"^model\.kwargs\.dept=null has no effect: timm leaves out what is null"),
         ("optimizer=1", "^optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
         ("data=elsewhere", "--set data: pass --data PATH instead"),
         ("epochs", "--set epochs: expected KEY=VALUE"),

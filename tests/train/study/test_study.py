@@ -399,6 +399,15 @@ def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
         ),
         (("ablation", "--recipe", "digits-alternet"), "model 'alternet_18_cifar' does not give its patch tokens"),
         (("ablation", "--depths", "6"), "--depths is of `vitx study depth`, not of ablation"),
+        *(
+            ((kind, "--set", setting), f"--set {setting} has no effect: every row of the study has a ")
+            for kind, setting in (
+                ("losses", "model.kwargs.depth=4"),
+                ("losses", "losses.contrastive=2"),
+                ("depth", "model.kwargs.attention=plain"),
+                ("precision", "execution.precision=float32"),
+            )
+        ),
         (("depth", "--depths", "0"), "--depths '0': expected whole numbers from 1 on"),
         (("depth", "--recipe", "digits-alternet"), "model 'alternet_18_cifar' does not take these arguments"),
         (("alternet", "--recipe", "digits-deit"), "model 'deit_digits' is no AlterNet"),

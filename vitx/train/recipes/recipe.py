@@ -222,10 +222,17 @@ def check_key(key: str) -> None:
     raise unknown_name("setting", key, names)
 
 
+def check_effect(key: str, value: Any) -> None:
+    """Raise InputError for a null among the arguments of the network, even of a name that it does not know."""
+    if value is None and key.startswith("model.kwargs."):
+        raise InputError(f"{key}=null has no effect: timm leaves out what is null, whatever its name")
+
+
 def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
     """Return a copy of `plain` in which `key` has the first reading of `text` that the field's type accepts."""
     problems: list[str] = []
     for value in _readings(text):
+        check_effect(key, value)
         changed = json.loads(json.dumps(plain))
         *groups, name = key.split(".")
         place = changed
@@ -240,7 +247,12 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """The JSON value of `text`, if it is one, then the text itself: 123 is a number, or the name "123"."""
+    """The JSON value of `text`, if it is one, then the text itself: 123 is a number, or the name "123".
+
+    Python's True and False are values too: as texts both would be true to a network.
+    """
+    if text in ("True", "False"):
+        yield text == "True"
     with contextlib.suppress(ValueError, RecursionError):  # of 5,000 digits, or lists in 20,000 lists
         yield json.loads(re.sub(r"^(-?)\.(\d)", r"\g<1>0.\2", text))  # .5 as well, which JSON writes 0.5
     yield text

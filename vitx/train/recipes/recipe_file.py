@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.errors import InputError
-from vitx.train.recipes.recipe import NOT_OVERRIDABLE, Recipe, check_key, validated
+from vitx.train.recipes.recipe import NOT_OVERRIDABLE, Recipe, check_effect, check_key, validated
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -46,6 +46,7 @@ def _check_keys(plain: dict[str, Any], prefix: str = "") -> None:
             _check_keys(value, f"{prefix}{key}.")
         else:
             check_key(f"{prefix}{key}")
+            check_effect(f"{prefix}{key}", value)
             try:
                 json.dumps(value)
             except TypeError:  # TOML has dates and times
