@@ -15,7 +15,7 @@ from timm.data.config import resolve_data_config
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vitx.core.errors import InputError
+from vitx.core.errors import UNUSABLE, InputError
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import NOT_OF_THE_NETWORK, ModelSpec, RunFolder, weights_file
@@ -159,13 +159,7 @@ def _literal(argument: str, text: str) -> Any:
     """The value as the manifest will hold it: a JSON value, so a tuple is a list."""
     try:
         value = ast.literal_eval(text)
-    except (
-        ValueError,
-        SyntaxError,
-        TypeError,
-        MemoryError,
-        RecursionError,
-    ):  # the last three of {[]: 1} and of 20,000 -
+    except (*UNUSABLE, SyntaxError, MemoryError):  # the last of 20,000 minus signs
         return text
     try:
         return json.loads(json.dumps(value, allow_nan=False))

@@ -92,9 +92,8 @@ def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_nam
         if info.class_names != class_names:
             predicted = _list_classes(info.class_names)
             raise InputError(f"distillation.teacher '{name}' predicts {predicted}, the data has others")
-        if (
-            size := info.preprocessing.image_size
-        ) != preprocessing.image_size:  # what takes any size is as bad at another
+        size = info.preprocessing.image_size
+        if size != preprocessing.image_size:  # one that takes any size is worse at another
             raise InputError(
                 f"distillation.teacher '{name}' was trained on images of {size} px, and preprocessing.image_size is "
                 f"{preprocessing.image_size}: set it to {size}, or train a teacher of that size"
