@@ -176,18 +176,26 @@ def test_a_bundle_keeps_what_other_machines_measured(tiny_bundle: Bundle) -> Non
     assert file.machines == {"one, 4 cores, Linux x86_64": first, "two, 4 cores, Linux x86_64": second}
 
 
+@pytest.mark.parametrize(
+    ("number", "reason", "remedy"),
+    [
+        (errno.EROFS, "[Errno 30] Read-only file system: ", "): bench a copy that can be written\n"),
+        (errno.ENOSPC, "[Errno 28] No space left on device: ", "): free some space, and bench it again\n"),
+    ],
+)
 def test_what_was_measured_is_told_where_the_bundle_cannot_be_written(
-    tiny_bundle: Bundle, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle, vitx: Vitx, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, remedy: str
 ) -> None:
     """Images of containers and volumes of clusters are mounted for reading alone."""
 
     def refuse(path: Path, value: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr("vitx.core.bundle.write_json", refuse)
     code, out, err = vitx("bench", tiny_bundle.path, "--seconds", "0.05", "--batch", "1", "--device", "cpu", "--json")
     assert (code, len(json.loads(out)["points"])) == (0, 1)
-    assert "what was measured is not kept in the bundle ([Errno 30] Read-only file system: " in err
+    assert f"what was measured is not kept in the bundle ({reason}" in err
+    assert remedy in err
 
 
 def test_a_damaged_file_is_found_before_anything_is_measured(tiny_bundle: Bundle) -> None:

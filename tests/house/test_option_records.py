@@ -126,6 +126,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
         ("[trays]\nx = 4", "'trays' is a table: expected a value, such as trays = 1"),
         ("trays = ", "cannot be read as TOML"),
         (f"trays = {'[' * 5000}{']' * 5000}", "cannot be read as TOML: maximum recursion depth"),
+        (f"trays = {'1' * 5000}", "cannot be read as TOML: Exceeds the limit"),
         ("trays = true", "trays = true: expected a value, it is not a flag"),
         ("config = 'other.toml'", "unknown option in --config .*'config'"),
         ('minutes = "9:4"', r"--config .*bake\.toml: --minutes 9:4: expected a number such as 4, or a "),

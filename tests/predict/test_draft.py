@@ -301,3 +301,42 @@ def test_an_input_without_a_readable_image_proves_nothing(tiny_bundle: Bundle, t
     inventory = Inventory(str(tmp_path), tuple(listed_names(tmp_path / "list", ["bad"])))
     with pytest.raises(CheckFailed, match=r"the class of 0 of 0 images of the input: flip rate at most 1\.0000"):
         check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=4)
+
+
+class NotFinite(NumpySession):
+    """Logits that are the grey level; not finite at 50 and at 60, and beyond float32's difference at 200 and 210."""
+
+    def _infer(self, images: UInt8Array) -> Any:
+        level = images[:, 0, 0, 0]
+        first = level.astype(np.float32)
+        for at, value in ((50, np.nan), (60, np.inf), (200, 3e38), (210, -3e38)):
+            first[level == at] = value
+        none = np.zeros_like(first)
+        return np.stack([first, none + 55, none, none], axis=1)
+
+
+def test_logits_that_are_not_finite_are_an_error_row_and_no_number(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite; in neither way; as a draft alone; in full alone; so far apart that float32 has no number for it."""
+    (tiny_bundle.path / CERTIFICATE).unlink()
+    full, drafts = (100, 50, 60, 70, 200), (103, 60, 80, 50, 210)
+
+    def from_bytes(self: Preprocessing, data: bytes, *, draft: bool = False) -> UInt8Array:
+        return np.full((16, 16, 3), (drafts if draft else full)[int(data)], np.uint8)
+
+    monkeypatch.setattr(Preprocessing, "from_bytes", from_bytes)
+    monkeypatch.setattr(draft, "MAX_FLIP_RATE", 0.99)
+    folder, out = tmp_path / "images", tmp_path / "out"
+    folder.mkdir()
+    for index in range(5):
+        (folder / f"{index}.png").write_bytes(b"%d" % index)
+    options = PredictOptions(draft=True, allow_uncertified=True)
+    summary = predict(tiny_bundle, NotFinite(), folder, out, options, quiet=True)
+    assert summary.draft is not None
+    found = summary.draft
+    assert (found.images, found.drafted, found.flips, found.max_grey_difference) == (4, 4, 3, 20)
+    assert found.max_logit_difference == pytest.approx(6e38)
+    assert json.loads((out / SUMMARY).read_text())["draft"]["images"] == 4
+    errors = [row["error"] for row in pq.read_table(out / PREDICTIONS).to_pylist()]
+    assert errors == [None, "the model's output is not finite", None, "the model's output is not finite", None]

@@ -26,6 +26,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import usable_cores
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.job import sigterm_interrupts
 from vitx.predict.ledger import Ledger, Shard, names_of
@@ -209,6 +210,28 @@ def test_overwriting_removes_nothing_for_an_input_that_is_refused(
     assert {name for name in after if after[name] != before[name]} <= {".vitx/lock"}  # which says who holds it
     assert run(tiny_bundle, NumpySession(), images, out) == first
     assert run(tiny_bundle, NumpySession(), images / "0.png", out, overwrite=True).images == 1
+
+
+def test_an_empty_input_or_output_is_not_the_working_folder(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(images)
+    before = content(images)
+    for source, out, what in (("", tmp_path / "out", "input"), (images, "", "output")):
+        with pytest.raises(InputError, match=f"^the {what} is '': expected a path or a URL; is a variable not set"):
+            predict(tiny_bundle, NumpySession(), source, out, quiet=True)
+    assert content(images) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_table_cuts_names_of_any_length(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(tiny_bundle, NumpySession(), images, tmp_path / "out")
+    long = {"classes": {"ξ" * 60_000: 6}, "skipped_names": SkippedNames({".txt": 1}, ["ψ" * 60_000])}
+    monkeypatch.setattr("vitx.predict.job.launch", lambda *arguments, **options: found.model_copy(update=long))
+    code, out, _ = vitx("predict", tiny_bundle.path, images, "--out", tmp_path / "out")
+    assert (code, out.count("ξ"), out.count("ψ"), out.count("…")) == (0, 79, 79, 2)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -228,7 +228,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         return None
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # what TOML, its numbers and UTF-8 raise is a ValueError
         raise InputError(f"--config {path}: cannot be read as TOML: {error}") from None
     # By the name on the command line, with dashes or underscores.
     known = {

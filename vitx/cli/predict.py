@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitx.cli.options import BundleArgument, Json, Quiet, from_records, not_empty
-from vitx.core.console import counted, print_fields, print_json
+from vitx.core.console import counted, print_fields, print_json, shortened
 from vitx.predict.options import PredictOptions
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def _print(summary: "PredictionSummary", out: str) -> None:
     common = sorted(summary.classes.items(), key=lambda item: item[1], reverse=True)[:5]
     busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.stages.items())
     skipped = summary.skipped_names
-    names = f"{counted(skipped.count, 'name')} of no image, such as {', '.join(skipped.first)}" if skipped.count else 0
+    some = ", ".join(map(shortened, skipped.first))
+    names = f"{counted(skipped.count, 'name')} of no image, such as {some}" if skipped.count else 0
     print_fields(
         f"{counted(summary.images, 'image')} of {summary.input}",
         {
@@ -56,7 +57,7 @@ def _print(summary: "PredictionSummary", out: str) -> None:
             "seconds": summary.seconds,
             "images/s": summary.images_per_second,
             "bound by": f"{summary.binding} ({busy})",
-            "most common": ", ".join(f"{name} ({count})" for name, count in common if count),
+            "most common": ", ".join(f"{shortened(name)} ({count})" for name, count in common if count),
             "certified": "yes" if summary.certified else "no",
         },
     )

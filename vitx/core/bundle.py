@@ -4,6 +4,7 @@ Its manifest names every file with its size and digest. So one on a web server o
 what is read there is the manifest's, or is refused.
 """
 
+import errno
 import hashlib
 import importlib.util
 import re
@@ -180,11 +181,8 @@ class Bundle:
         if not folder.is_dir():
             raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`, or its URL")
         if not (folder / MANIFEST).is_file():
-            why = (
-                f"it is a run: `vitx export {path}` makes one of it"
-                if RunFolder(folder).exists()
-                else f"it has no {MANIFEST}"
-            )
+            run = RunFolder(folder).exists()
+            why = f"it is a run: `vitx export {path}` makes one of it" if run else f"it has no {MANIFEST}"
             raise InputError(f"'{path}' is not a bundle: {why}")
         manifest = read_manifest(folder)
         _verify_files(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
@@ -279,7 +277,9 @@ class Bundle:
         try:
             write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
         except OSError as error:
-            log(f"vitx: what was measured is not kept in the bundle ({error}): bench a copy that can be written")
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space, and bench it again" if full else "bench a copy that can be written"
+            log(f"vitx: what was measured is not kept in the bundle ({error}): {remedy}")
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""

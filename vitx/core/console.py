@@ -20,6 +20,11 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """A text of at most so many characters: one of a stranger's, such as the name of a class, may have a million."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def counted(number: int, noun: str) -> str:
     """'1 image', '2 images'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

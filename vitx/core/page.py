@@ -5,6 +5,7 @@ import html
 import struct
 from collections.abc import Iterable
 
+from vitx.core.console import shortened
 from vitx.core.panels import PIXEL_RATIO
 
 _LONGEST = 200  # characters of a value in a notebook
@@ -63,7 +64,7 @@ def table(rows: Iterable[tuple[str, object]]) -> str:
 def fields(rows: Iterable[tuple[str, object]]) -> str:
     """The same for a notebook: floats at five digits, long values cut."""
     texts = ((name, f"{value:.5g}" if isinstance(value, float) else str(value)) for name, value in rows)
-    return table((name, text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…") for name, text in texts)
+    return table((name, shortened(text, _LONGEST)) for name, text in texts)
 
 
 def picture(png: bytes, description: str) -> str:

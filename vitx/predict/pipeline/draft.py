@@ -50,9 +50,12 @@ def check_draft(
         # Both uint8 (N, S, S, 3); int16 because a difference of uint8 would wrap around.
         full, draft = (np.stack(pixels) for pixels in zip(*batch, strict=True))
         expected, found = session.infer(full), session.infer(draft)
-        grey += np.abs(full.astype(np.int16) - draft).max(axis=(1, 2, 3)).tolist()
-        logit += np.abs(expected - found).max(axis=1).tolist()
-        flipped += (expected.argmax(axis=1) != found.argmax(axis=1)).tolist()
+        # What is not finite becomes a row with an error: either way as unreadable as what `_pairs` leaves out.
+        whole, drafted = (np.isfinite(logits).all(axis=1) for logits in (expected, found))
+        either, both = whole | drafted, whole & drafted
+        grey += np.abs(full.astype(np.int16) - draft).max(axis=(1, 2, 3))[either].tolist()
+        logit += np.abs(np.subtract(expected[both], found[both], dtype=np.float64)).max(axis=1).tolist()
+        flipped += (~both | (expected.argmax(axis=1) != found.argmax(axis=1)))[either].tolist()
     images, flips = len(grey), sum(flipped)
     bound = clopper_pearson_upper(flips, images) if images else 1.0
     if bound > allowed:
