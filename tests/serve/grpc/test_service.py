@@ -102,6 +102,14 @@ def test_health_and_metadata(client: Any, channel: grpc.Channel) -> None:
     assert error.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+def test_limits_that_are_beyond_grpcs_numbers_are_no_error(bundle: Bundle) -> None:
+    limits = ["--max-body-mib", "4096", "--header-timeout", "3000000"]
+    with running_server(bundle.path, "--allow-uncertified", "--grpc-port", "0", *limits) as server:
+        client, images = triton.InferenceServerClient(grpc_address(server)), random_images(2)
+        assert infer(client, images).as_numpy("logits") == expected(images)
+        client.close()
+
+
 def test_logits_are_the_sessions(client: Any, bundle: Bundle) -> None:
     images = random_images(3)
     result = infer(client, images, request_id="17", model_version="1")

@@ -178,8 +178,7 @@ class Batcher:
         if part.done or (batch and (batch.started is not None or batch in self._running[: self.batching.instances])):
             return
         assert part.deadline is not None
-        now = time.monotonic()
-        left = part.deadline - now
+        left = part.deadline - (now := time.monotonic())
         passed, retry = left < _TIMER_GRAIN, self._retry_after()
         needed = None if passed else max(left, self._last_batch_seconds(part.rows))
         part.settle(error=DeadlineMissed(now - part.arrived if passed else left, needed, retry))  # drops all its parts

@@ -59,13 +59,13 @@ class GrpcServer:
         asyncio.get_running_loop().set_task_factory(_child)
         options = [
             ("grpc.so_reuseport", int(shared)),  # on by default: two servers would silently share a port
-            ("grpc.max_receive_message_length", core.limits.body_bytes),
+            ("grpc.max_receive_message_length", min(core.limits.body_bytes, 2**31 - 1)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", _CALLS),
             ("grpc.per_message_decompression", 0),  # gRPC's own knows no limit
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
             ("grpc.max_connection_idle_ms", int(1e3 * _IDLE_SECONDS)),  # clients connect again by themselves
-            ("grpc.server_handshake_timeout_ms", int(1e3 * core.limits.header_seconds)),
+            ("grpc.server_handshake_timeout_ms", min(int(1e3 * core.limits.header_seconds), 2**31 - 1)),
         ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
         host = f"[{host}]" if ":" in host else host

@@ -133,10 +133,9 @@ class ServedModel:
 
     def stats(self) -> dict[str, Any]:
         """The model's entry in `/v1/stats`, from which the page draws its charts; counters since the start."""
-        queued = sum(batcher.queued for batcher in self._batchers)
-        running = sum(batcher.running for batcher in self._batchers)
+        now = {name: sum(getattr(each, name) for each in self._batchers) for name in ("queued", "running")}
         counters = {"images": self.metrics.images, "batches": self.metrics.batches}
-        return {"name": self.name, "version": self.version, **counters, "queued": queued, "running": running}
+        return {"name": self.name, "version": self.version, **counters, **now}
 
 
 class InFlight:

@@ -110,8 +110,7 @@ class AccessLog:
 
     def _write(self, lines: list[str]) -> None:
         """Write lines that lack only their closing brace."""
-        lost = self._dropped + self._failed - self._told
-        if lost:
+        if lost := self._dropped + self._failed - self._told:
             lines[0] += f', "lines_dropped": {lost}'
         self._told += lost
         rest = b"\n" * self._broken + "}\n".join([*lines, ""]).encode()

@@ -57,10 +57,9 @@ class Tracing:
             start_time=at(record.started),
         )
         if span.is_recording():
-            if method == "gRPC":
-                span.set_attributes({"rpc.system": "grpc", "rpc.method": path.removeprefix("grpc.")})
-            else:
-                span.set_attributes({"http.request.method": method, "url.path": path[:200]})
+            of_http = {"http.request.method": method, "url.path": path[:200]}
+            of_grpc = {"rpc.system": "grpc", "rpc.method": path.removeprefix("grpc.")}
+            span.set_attributes(of_grpc if method == "gRPC" else of_http)
             span.set_attributes({"http.response.status_code": status, "vitx.request_id": record.id})
             if record.model is not None:
                 span.set_attributes({"vitx.model": record.model, "vitx.images": record.images})

@@ -136,22 +136,31 @@ class _Supervisor:
             return
         ours, theirs = socket.socketpair()
         given = f"{index} {self.listener.fileno()} {theirs.fileno()} {self.grpc_port} {self.started} {self.folder}"
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, *sys.orig_argv[1:]],
-                env={**os.environ, ENVIRONMENT: given},
-                pass_fds=(self.listener.fileno(), theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-            )
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, *sys.orig_argv[1:]],
+                    env={**os.environ, ENVIRONMENT: given},
+                    pass_fds=(self.listener.fileno(), theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                )
+        except OSError as error:  # no memory for a process now, or too many of them
+            ours.close()
+            if not self.announced:
+                raise
+            log(f"vitx: worker {index} cannot be started now: {error.strerror}")
+            self.to_replace.clear()
+            if replaces is None:
+                self.loop.call_later(again := min(_LONGEST_PAUSE, 2 * pause or 1.0), self._start, index, None, again)
+            return
         worker = _Worker(index, process, ours, replaces, pause)
         self.workers.append(worker)
         self.loop.add_reader(ours, self._on_link, worker)
 
     def _on_link(self, worker: _Worker) -> None:
-        try:
+        said = b""
+        with suppress(ConnectionError):
             said = worker.link.recv(16)
-        except ConnectionError:
-            said = b""
         worker.heard = time.monotonic()
         if not said:
             self._on_death(worker)
@@ -180,11 +189,10 @@ class _Supervisor:
         self.loop.remove_reader(worker.link)
         worker.link.close()
         self.workers.remove(worker)
-        try:
-            code = worker.process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            code = worker.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_EXIT_SECONDS)
+        worker.process.kill()  # unless it has ended
+        code = worker.process.wait()
         if worker.stopping:
             self.exit_code = self.exit_code or max(0, code)
             self._end_if_last()
