@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx.external_data_helper import set_external_data
 
-from bundle_fixture import IMAGE_SIZE, LABELS, add_files, certificate, write_bundle
+from bundle_fixture import IMAGE_SIZE, LABELS, add_files, certificate, with_embedding, write_bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, Bundle, FileEntry, Manifest, timestamp
 from vitx.core.certificate import Certificate
 from vitx.core.errors import CheckFailed, InputError
@@ -302,6 +302,16 @@ def test_tensors_are_those_of_the_format(bundle: Bundle, tensor: str, change: di
     spec = getattr(bundle.manifest, tensor).model_copy(update=change)
     write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={tensor: spec}))
     with pytest.raises(InputError, match=message):
+        Bundle.open(bundle.path)
+
+
+@pytest.mark.parametrize("shape", [["N", "N"], ["N"], ["N", 0], ["N", 3.5], [3, 3], ["N", 3, 3], []])
+def test_a_further_output_is_a_vector_of_each_image(bundle: Bundle, shape: list[object]) -> None:
+    """Else a server would end in a traceback."""
+    manifest = with_embedding(bundle).manifest.model_dump(mode="json")
+    manifest["outputs"][0]["shape"] = shape
+    write_json(bundle.path / MANIFEST, manifest)
+    with pytest.raises(InputError, match=r"manifest\.json is not a valid Manifest: outputs\.0\.shape"):
         Bundle.open(bundle.path)
 
 

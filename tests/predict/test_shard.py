@@ -187,7 +187,7 @@ def test_an_input_that_changes_between_two_jobs_is_refused(tiny_bundle: Bundle, 
         run(tiny_bundle, names, out, "1/2")
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"1", b"\xff"])
+@pytest.mark.parametrize("damage", [b"", b"{", b"1", b"\xff", b"[" * 100_000])
 def test_a_damaged_agreement_is_refused(tiny_bundle: Bundle, photos: Path, tmp_path: Path, damage: bytes) -> None:
     run(tiny_bundle, photos, tmp_path, "1/2")
     (tmp_path / ".vitx" / "shards.json").write_bytes(damage)

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.console import log
@@ -83,6 +83,7 @@ class OutputSpec(TensorSpec):
     """An output beside the logits. meaning: one line for people; grid: rows and columns of the patches, rows first."""
 
     name: OutputName
+    shape: tuple[Literal["N"], PositiveInt]
     meaning: str
     grid: tuple[int, int] | None = None
 
@@ -277,9 +278,8 @@ class Bundle:
         try:
             write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "free some space, and bench it again" if full else "bench a copy that can be written"
-            log(f"vitx: what was measured is not kept in the bundle ({error}): {remedy}")
+            free = error.errno in (errno.ENOSPC, errno.EDQUOT) and "free some space, and bench it again"
+            log(f"vitx: what was measured is not kept in the bundle ({error}): {free or 'bench a copy that can be written'}")
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""

@@ -54,5 +54,5 @@ def _require_answer(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # the last of a port of twenty digits
         raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None

@@ -216,7 +216,7 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
         ) from None
     try:
         before = dict(json.loads(path.read_bytes())) if path.exists() else settings
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise InputError(f"'{path}', in which the jobs agree, is damaged: choose another folder") from None
     _refuse_changes(out, before, settings, Share(1, settings["shards"]))
 
