@@ -85,6 +85,29 @@ def test_home_is_home_where_no_shell_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert (found["cake"], found["tins"]) == ("/home/me/cake", ["/home/me/a", "/home/me/b", "~/c", "d/~", "~e"])
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("serve", "--repository", ""), "--repository"),
+        (("serve", "a.vitx", ""), "BUNDLE"),
+        (("serve", "a.vitx", "--token-file="), "--token-file"),
+        (("serve", "a.vitx", "--config", ""), "--config"),
+        (("predict", "", "images", "--out", "o"), "BUNDLE"),
+        (("predict", "a.vitx", "images", "--out", ""), "--out"),
+        (("predict", "a.vitx", "images", "--out", "s3://o", "--state", ""), "--state"),
+        (("export", "run", "--out="), "--out"),
+    ],
+)
+def test_a_path_that_is_empty_is_not_the_current_folder(words: tuple[str, ...], name: str) -> None:
+    """A script whose variable is not set would serve or overwrite what happens to be there."""
+    with pytest.raises(InputError, match=f"^{name} '': it is empty: is a variable not set"):
+        CliRunner().invoke(verbs, words, catch_exceptions=False)
+
+
+def test_a_text_may_be_empty_and_the_current_folder_be_named() -> None:
+    assert bake("", "--racks", "", "--tin", ".")["tins"] == ["."]
+
+
 def test_the_help_names_one_variable_for_all() -> None:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -125,6 +148,8 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
         ("[oven]\ntrays = 4", "unknown option in --config .*'oven'"),
         ("[trays]\nx = 4", "'trays' is a table: expected a value, such as trays = 1"),
         ("trays = ", "cannot be read as TOML"),
+        ("tin = ''", r"--config .*bake\.toml: tin = '': it is empty: is a variable not set\?"),
+        ("tin = ['a', '']", "tin = '': it is empty"),
         (f"trays = {'[' * 5000}{']' * 5000}", "cannot be read as TOML: maximum recursion depth"),
         (f"trays = {'1' * 5000}", "cannot be read as TOML: Exceeds the limit"),
         ("trays = true", "trays = true: expected a value, it is not a flag"),

@@ -45,21 +45,25 @@ _RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")
 class Command(TyperCommand):
     """A verb whose `--ray` needs no value: what follows it and is no address is an argument of its own.
 
-    Of any verb an empty `--out` is refused: as a path it would be the current folder. `~/` is the home folder where no
-    shell has made it that, in quotes and behind `--out=`: else a folder called ~ would be made.
+    Of any verb an empty path is refused: it would be the current folder. `~/` is the home folder where no shell has
+    made it that, in quotes and behind `--out=`: else a folder called ~ would be made.
     """
 
     # Any: newer versions of typer hold click inside, older ones depend on it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--out=" in args or ("--out", "") in pairwise(args):
-            raise InputError(f"--out '': {_EMPTY}")
         words = [_expanded(one) for one in _with_ray_address(args)]
+        given = self.make_parser(ctx).parse_args([*words])[0]
+        paths = _path_names(self)
+        for one in self.params:
+            if one.name in paths and _has_empty(given.get(one.name)):
+                name = one.opts[0] if one.param_type_name == "option" else one.metavar
+                raise InputError(f"{name} '': {_EMPTY}")
         try:
             return super().parse_args(ctx, [*words])
         except typer.BadParameter as error:  # which does not say what was given, and of where only that it may be
             if error.param is None:
                 raise
-            value, source = error.param.consume_value(ctx, self.make_parser(ctx).parse_args(words)[0])
+            value, source = error.param.consume_value(ctx, given)
             if value is None:  # it is missing
                 raise
             parameter, message = error.param, error.message.removeprefix("Value error, ")  # pydantic's, of a choice
@@ -81,6 +85,20 @@ class Command(TyperCommand):
         for title, lines in sections.items():
             with formatter.section(title):
                 formatter.write_dl(lines)
+
+
+def _path_names(command: Any) -> set[str]:
+    """The parameters of a verb that are paths, by their annotations; also an `out` that may be a URL."""
+    parameters = inspect.signature(command.callback, eval_str=True).parameters.values()
+    return {"out", *(one.name for one in parameters if _has_path(one.annotation))}
+
+
+def _has_path(annotation: Any) -> bool:
+    return annotation is Path or any(map(_has_path, get_args(annotation)))
+
+
+def _has_empty(value: Any) -> bool:
+    return "" in (value if isinstance(value, list | tuple) else (value,))
 
 
 def _expanded(word: str) -> str:
@@ -237,6 +255,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         for flag in (parameter.opts[:1] if parameter.param_type_name == "option" else [parameter.name or ""])
         if flag not in ("--config", "--help")
     }
+    paths = _path_names(context.command)
     defaults: dict[str, Any] = {}
     for name, value in values.items():
         parameter = known.get(name.replace("-", "_"))
@@ -244,6 +263,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             raise unknown_name(f"option in --config {path}:", name, known)
         if parameter.name in defaults:
             raise InputError(f"--config {path}: '{name}' is there with dashes and with underscores: expected it once")
+        if parameter.name in paths and _has_empty(value):
+            raise InputError(f"--config {path}: {name} = '': {_EMPTY}")
         defaults[parameter.name] = _config_value(path, name, value, parameter)
     context.default_map = defaults
     return path
