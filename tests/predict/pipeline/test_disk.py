@@ -103,6 +103,13 @@ def test_too_many_open_files_are_no_fault_of_an_image(
         predict(tiny_bundle, NumpySession(), tmp_path / f"a{suffix}", tmp_path / "out", quiet=True)
 
 
+def test_a_file_that_may_not_grow_is_no_lost_disk(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentMissing) as raised, lost_disk_explained(tmp_path):
+        raise OSError(errno.EFBIG, "File too large")
+    again = "raise the limit of a file's size (ulimit -f), and run the same command again; finished shards are kept"
+    assert str(raised.value) == f"cannot write to '{tmp_path}' any more ([Errno 27] File too large): {again}"
+
+
 def test_too_many_open_files_are_no_lost_disk(tmp_path: Path) -> None:
     many = OSError(errno.EMFILE, "Too many open files")
     with pytest.raises(OSError, match="Too many") as raised, lost_disk_explained(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitx.core.errors import TOO_MANY_FILES, EnvironmentMissing
+from vitx.core.errors import TOO_LARGE, TOO_MANY_FILES, EnvironmentMissing
 
 
 def is_full(error: BaseException) -> bool:
@@ -42,7 +42,8 @@ def lost_disk_explained(out: Path) -> Iterator[None]:
     except OSError as error:
         if is_full(error) or error.errno in TOO_MANY_FILES:
             raise
+        remedy = "when the folder is there again, and can be written, run"
+        remedy = f"{TOO_LARGE}, and run" if error.errno == errno.EFBIG else remedy
         raise EnvironmentMissing(
-            f"cannot write to '{out}' any more ({error}): when the folder is there again, and can be written, run the "
-            "same command again; finished shards are kept"
+            f"cannot write to '{out}' any more ({error}): {remedy} the same command again; finished shards are kept"
         ) from error
