@@ -336,10 +336,13 @@ def replace_folder(new: Path, target: Path) -> None:
         old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
         try:
             os.rename(target, old / target.name)
-        except OSError:
-            old.rmdir()
+            os.rename(new, target)
+        except BaseException:  # Ctrl-C too: between the two there is no target
+            with suppress(OSError):
+                if not target.exists():
+                    os.rename(old / target.name, target)
+                old.rmdir()
             raise
-        os.rename(new, target)
     sync(target.parent)  # before the old folder goes: a power cut may undo a rename that is not on the disk
     if old is not None:
         try:
