@@ -28,10 +28,12 @@ def load_session(
     `infer_outputs` gives beside logits, of those that the bundle has; the graph computes no other.
 
     Raises InputError for an unknown runtime or device, for another number of threads than 1 to 1024, for a runtime that
-    does not run bundles, for outputs that the bundle or a plan lacks, and when the bundle lacks the file that the
-    runtime loads; EnvironmentMissing when the device or a package is missing; CheckFailed for a plan of another GPU,
-    version or graph.
+    does not run bundles, for a path that is not UTF-8, for outputs that the bundle or a plan lacks, and when the bundle
+    lacks the file that the runtime loads; EnvironmentMissing when the device or a package is missing; CheckFailed for a
+    plan of another GPU, version or graph.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in str(bundle.path)):
+        raise InputError(f"the runtimes take no path that is not UTF-8, as '{bundle.path}': rename that folder")
     chosen = device_name(device)
     if threads is not None:
         # 1.0 and True are equal to 1, and the runtimes' bindings take no float.
