@@ -209,7 +209,9 @@ def test_an_old_folder_that_cannot_be_replaced_is_put_back(
     rename = os.rename
 
     def refused(old: Path, new: Path) -> None:
-        if new == tmp_path / "target" and old.parent == tmp_path:  # the new one: the old one comes from where it was put
+        if (
+            new == tmp_path / "target" and old.parent == tmp_path
+        ):  # the new one: the old one comes from where it was put
             raise error
         rename(old, new)
 

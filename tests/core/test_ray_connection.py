@@ -84,7 +84,10 @@ def test_a_socket_whose_path_is_too_long_is_told_how_to_shorten_it(ray: Ray) -> 
 
 @pytest.mark.parametrize("port", [99999, 10**20])
 def test_a_port_that_is_none_is_no_cluster(ray: Ray, port: int) -> None:
-    with pytest.raises(EnvironmentMissing, match=f"^no Ray cluster at '127.0.0.1:{port}': "), joined(f"127.0.0.1:{port}"):
+    with (
+        pytest.raises(EnvironmentMissing, match=f"^no Ray cluster at '127.0.0.1:{port}': "),
+        joined(f"127.0.0.1:{port}"),
+    ):
         pass
     assert ray.calls == []
 

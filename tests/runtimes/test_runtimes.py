@@ -137,7 +137,9 @@ def test_a_number_of_threads_that_cannot_be_is_refused(certified_original: Bundl
 def test_a_path_that_is_not_utf8_is_refused_by_name(certified_original: Bundle, tmp_path: Path) -> None:
     """ONNX Runtime's own error is a TypeError about its constructors."""
     bundle = Bundle.open(shutil.copytree(certified_original.path, tmp_path / "caf\udce9.vitx"))
-    with pytest.raises(InputError, match=r"^the runtimes take no path that is not UTF-8, as '.*caf\udce9\.vitx': rename"):
+    with pytest.raises(
+        InputError, match=r"^the runtimes take no path that is not UTF-8, as '.*caf\udce9\.vitx': rename"
+    ):
         load_session(bundle, device="cpu")
 
 

@@ -279,7 +279,8 @@ class Bundle:
             write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
         except OSError as error:
             free = error.errno in (errno.ENOSPC, errno.EDQUOT) and "free some space, and bench it again"
-            log(f"vitx: what was measured is not kept in the bundle ({error}): {free or 'bench a copy that can be written'}")
+            why = f"({error}): {free or 'bench a copy that can be written'}"
+            log(f"vitx: what was measured is not kept in the bundle {why}")
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""
@@ -334,8 +335,7 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
     if MODEL not in listed:
         raise InputError(f"{folder / MANIFEST} does not list {MODEL}: nothing says that it is the graph of this bundle")
     spellings = Counter(map(str.casefold, listed))
-    twins = [name for name in listed if spellings[name.casefold()] > 1]
-    if twins:
+    if twins := [name for name in listed if spellings[name.casefold()] > 1]:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
     for name in (*listed, *_WRITTEN_LATER):
         path = folder / name

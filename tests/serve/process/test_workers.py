@@ -281,11 +281,13 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
         return await running
 
     monkeypatch.setattr(supervisor, "_LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    monkeypatch.setattr("vitx.serve.process.supervisor.subprocess.Popen", start)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert asyncio.run(serve()) == 0
     assert refused == 3
-    assert capsys.readouterr().err.count("vitx: worker 1 cannot be started now: Resource temporarily unavailable\n") == 3
+    assert (
+        capsys.readouterr().err.count("vitx: worker 1 cannot be started now: Resource temporarily unavailable\n") == 3
+    )
 
 
 def test_a_worker_that_cannot_be_replaced_now_stays(
@@ -316,7 +318,7 @@ def test_a_worker_that_cannot_be_replaced_now_stays(
             one.link.close()
         return await running
 
-    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    monkeypatch.setattr("vitx.serve.process.supervisor.subprocess.Popen", start)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert asyncio.run(serve()) == 0
 
