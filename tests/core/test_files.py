@@ -202,28 +202,6 @@ def test_where_the_old_folder_may_not_be_moved_no_other_is_left(
     assert os.listdir(tmp_path) == ["target"]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_an_old_folder_that_cannot_be_replaced_is_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    rename = os.rename
-
-    def refused(old: Path, new: Path) -> None:
-        if (
-            new == tmp_path / "target" and old.parent == tmp_path
-        ):  # the new one: the old one comes from where it was put
-            raise error
-        rename(old, new)
-
-    write_stage(tmp_path, "old")
-    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
-    monkeypatch.setattr(os, "rename", refused)
-    with pytest.raises(type(error)):
-        write_stage(tmp_path, "new")
-    assert os.listdir(tmp_path) == ["target"]
-    assert texts(tmp_path) == [("a.txt", "old"), ("sub/b.txt", "old")]
-
-
 def test_of_two_that_are_done_at_once_the_last_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other has put its folder there since this one looked."""
     for name in ("new", "target"):

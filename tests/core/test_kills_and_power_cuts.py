@@ -1,5 +1,6 @@
 """A kill or a power cut after any call leaves the old state or the new one, of everything that must last."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from bundle_fixture import (
 )
 from epoch_row import epoch_row
 from faulty_disk import assert_old_or_new
+from vitx.core import files
 from vitx.core.bundle import Bundle
 from vitx.core.files import make_folder
 from vitx.core.run import ModelSpec, RunFolder
@@ -215,3 +217,26 @@ def test_a_part_has_the_mode_of_the_umask(tmp_path: Path, mask: int) -> None:
     finally:
         os.umask(before)
     assert part_path(tmp_path, 1).stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_an_old_folder_that_cannot_be_replaced_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Where two folders cannot be exchanged, there is a moment without any."""
+    rename = os.rename
+
+    def refused(old: Path, new: Path) -> None:
+        if old == tmp_path / "new":
+            raise error
+        rename(old, new)
+
+    for name in ("new", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(type(error)):
+        files.replace_folder(tmp_path / "new", tmp_path / "target")
+    assert sorted(os.listdir(tmp_path)) == ["new", "target"]
+    assert os.listdir(tmp_path / "target") == ["target"]
