@@ -11,11 +11,11 @@ import pytest
 
 from bundle_fixture import Float32Array
 from server_process import HANG
-from vitx.bench import autotune
+from vitx.bench import autotune, scenarios
 from vitx.bench.autotune import best_setting, core_splits, tune
 from vitx.bench.open_loop import OpenLoopRun, _OpenLoop, poisson_arrivals, run_open_loop
 from vitx.bench.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
-from vitx.bench.timing import percentiles
+from vitx.bench.timing import Lane, percentiles
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Setting
@@ -158,6 +158,71 @@ def test_a_bound_that_no_rate_keeps_is_an_error(tiny_bundle: Bundle) -> None:
 
     with pytest.raises(CheckFailed, match=r"p99 is .* ms at .* images/s, the lowest rate that was offered, and 1 ms"):
         run_scenario("server", slow, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=0.3, p99=0.001))
+
+
+def by_known_times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> list[int]:
+    """Images that are queued together take `seconds`, one after the other; return how many they were."""
+    counts, left = list[int](), [*seconds]
+
+    async def all_at_once(infer: object, images: UInt8Array, count: int, batching: object) -> float:
+        counts.append(count)
+        return left.pop(0)
+
+    monkeypatch.setattr(scenarios, "_all_at_once", all_at_once)
+    return counts
+
+
+@pytest.mark.parametrize(("pilot", "count"), [(0.008, 2000), (100.0, 8)])
+def test_offline_queues_as_many_images_as_the_time_takes(
+    monkeypatch: pytest.MonkeyPatch, pilot: float, count: int
+) -> None:
+    counts = by_known_times(monkeypatch, pilot, 2.5)
+    result = run_scenario("offline", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=2, p99=1))
+    assert counts == [8, count]
+    assert (result.images, result.value, result.unit) == (count, count / 2.5, "images/s")
+
+
+def test_a_single_stream_tells_the_percentiles_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known(Lane):
+        def take_turn(self, seconds: float) -> None:
+            assert seconds == 2
+            self.times = [number / 1000 for number in range(100)]
+
+    monkeypatch.setattr(scenarios, "Lane", Known)
+    result = run_scenario("single-stream", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=2, p99=1))
+    found = (result.p50_ms, result.p90_ms, result.p95_ms, result.p99_ms)
+    assert found == pytest.approx((49.5, 89.1, 94.05, 98.01))
+    assert (result.images, result.value, result.unit) == (100, result.p90_ms, "ms")
+
+
+@pytest.mark.parametrize(("seconds", "lowest"), [(1, 100), (0.125, 500)])
+def test_the_servers_rate_is_the_largest_that_keeps_the_bound(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, lowest: float
+) -> None:
+    """By latencies that grow with the rate: of 600 a second, the 99th percentile is a second."""
+    by_known_times(monkeypatch, 1, 8 / 1000)
+    asked = list[float]()
+
+    def run(infer: object, images: UInt8Array, rate: float, settings: object) -> OpenLoopRun:
+        asked.append(rate)
+        return OpenLoopRun(tuple(number / 99 * rate / 600 for number in range(1, 101)), 0, 0.0, 1.0)
+
+    monkeypatch.setattr(scenarios, "run_at_rate", run)
+    settings = ScenarioSettings(ServeOptions().batching, seconds=seconds, p99=1)
+    result = run_scenario("server", answer, IMAGES, settings)
+    assert asked[:3] == [lowest, 1000, (lowest + 1000) / 2]
+    assert result.value in asked
+    assert 600 * (1 - RATE_TOLERANCE / (1 - RATE_TOLERANCE)) <= result.value <= 600
+    found = (result.p50_ms, result.p90_ms, result.p95_ms, result.p99_ms)
+    assert found == pytest.approx(tuple(1e3 * share / 99 * result.value / 600 for share in (50, 90, 95, 99)))
+    assert (result.images, result.unit, result.p99_bound_ms) == (100, "images/s", 1000)
+
+
+def test_a_percentile_at_the_bound_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_known_times(monkeypatch, 1, 8 / 1000)
+    monkeypatch.setattr(scenarios, "run_at_rate", lambda *_: OpenLoopRun((0.25,) * 9, 0, 0.0, 1.0))
+    settings = ScenarioSettings(ServeOptions().batching, seconds=1, p99=0.25)
+    assert run_scenario("server", answer, IMAGES, settings).value == 1000
 
 
 def test_scenarios_are_read_from_text() -> None:

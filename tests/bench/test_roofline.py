@@ -1,6 +1,10 @@
 """The rule that names a limit, the FLOPs and bytes it is given, and the probes."""
 
+import sys
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -8,11 +12,21 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from vitx.bench import roofline
 from vitx.bench.graph_cost import count_cost, node_flops
 from vitx.bench.probe_graphs import copy_graph, empty_graph, product_graph
-from vitx.bench.roofline import copy_probe, empty_call, fixed_seconds, name_limit, probe_dtype, product_probe
+from vitx.bench.roofline import (
+    copy_bytes,
+    copy_probe,
+    empty_call,
+    fixed_seconds,
+    name_limit,
+    probe_dtype,
+    product_probe,
+)
 from vitx.bench.timing import Lane, Probe
 from vitx.core.bundle import Bundle
+from vitx.core.errors import EnvironmentMissing
 from vitx.core.latency import GraphCost, Limit
 from vitx.runtimes import SessionClosed, load_session
 
@@ -52,6 +66,21 @@ def test_the_limit_is_what_the_greatest_part_of_a_call_goes_to(
     assert found == limit
 
 
+def test_a_call_of_no_empty_graph_and_no_decoding_is_the_runtimes_own() -> None:
+    found = name_limit(0.012, fixed=0.007, cost=COST, batch_size=1, flops_per_second=1e11, bytes_per_second=1e10)
+    assert found == "launch"
+
+
+def test_a_batch_counts_each_of_its_images() -> None:
+    """One image computes for 1 ms and moves for 1.2 ms, most of it weights; eight compute for 8 and move for 2.6."""
+    cost = GraphCost(flops=10**9, activation_bytes=2 * 10**6, weight_bytes=10**7)
+    limits = [
+        name_limit(0.012, fixed=0, cost=cost, batch_size=size, flops_per_second=1e12, bytes_per_second=1e10)
+        for size in (1, 8)
+    ]
+    assert limits == ["memory", "compute"]
+
+
 def test_the_fixed_part_is_the_line_at_no_images() -> None:
     assert fixed_seconds({1: 0.003, 8: 0.010, 32: 9.0}) == pytest.approx(0.002)
     assert fixed_seconds({8: 0.010, 1: 0.003}) == pytest.approx(0.002)
@@ -60,7 +89,7 @@ def test_the_fixed_part_is_the_line_at_no_images() -> None:
 
 
 def test_a_share_is_of_the_probes_around_each_round() -> None:
-    probe = Probe("product", 100.0, Lane("", lambda: None, turn_medians=[1.0, 2.0, 1.0, 1.0]))
+    probe = Probe(100.0, Lane("", lambda: None, turn_medians=[1.0, 2.0, 1.0, 1.0]))
     assert probe.rates == [100, 50, 100, 100]
     # Work of 60: rounds at 60/1 of 75, 60/4 of 75, 60/1 of 100.
     lane = Lane("", lambda: None, turn_medians=[1.0, 4.0, 1.0])
@@ -163,6 +192,127 @@ def test_probes_run_and_count_their_work(threads: int) -> None:
     for probe in (product_probe("cpu", "fp32", threads), copy_probe("cpu", threads)):
         probe.lane.take_turn(0.001)
         assert probe.rate == pytest.approx(probe.work / probe.lane.median)
+
+
+def test_the_work_of_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "CPU_SIDE", 16)
+    monkeypatch.setattr(roofline, "copy_bytes", lambda: 1000)
+    runs: list[object] = []
+    run = onnxruntime.InferenceSession.run_with_iobinding
+    monkeypatch.setattr(
+        onnxruntime.InferenceSession,
+        "run_with_iobinding",
+        lambda self, binding: runs.append(self) or run(self, binding),
+    )
+    product = product_probe("cpu", "fp32", 1)
+    assert (product.work, product.lane.title) == (2 * 16**3, "probe: fp32 product")
+    product.lane.call()
+    assert len(runs) == 1
+    copy = copy_probe("cpu", 2)
+    assert (copy.work, copy.lane.title) == (2000, "probe: copy")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_copy_on_threads_copies_every_part(threads: int) -> None:
+    source, target = np.arange(10, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
+    parts = [*zip(np.array_split(source, threads), np.array_split(target, threads), strict=True)]
+    roofline._threaded_copy(parts, threads)()
+    np.testing.assert_array_equal(target, source)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mebibytes"),
+    [
+        ((), 64),
+        (("48K", "1024K"), 64),
+        (("32K", "32M", "2048K"), 128),
+        (("32768K\n",), 128),
+        (("260M",), 512),
+        (("", "20M"), 80),  # a kernel that does not say
+    ],
+)
+def test_a_copy_is_four_times_the_largest_cache(
+    sizes: tuple[str, ...], mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, size in enumerate(sizes):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(size)
+    monkeypatch.setattr(roofline, "CACHE_FILES", f"{tmp_path}/index*/size")
+    assert copy_bytes() == mebibytes << 20
+
+
+class Gpu:
+    """ONNX Runtime as far as the probes call it, with a provider that is there or not."""
+
+    def __init__(self, provider: str) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.provider = provider
+        self.OrtValue = SimpleNamespace(
+            ortvalue_from_numpy=lambda values, device, index: ("typed", values, device, index),
+            ortvalue_from_numpy_with_onnx_type=lambda values, kind: ("bits", values, kind),
+        )
+        self.SessionOptions = SimpleNamespace
+
+    def preload_dlls(self) -> None:
+        self.calls.append(("preload",))
+
+    def InferenceSession(self, graph: bytes, options: Any, providers: list[Any]) -> Any:
+        self.calls.append(("session", graph, options.intra_op_num_threads, providers))
+
+        def note(name: str) -> Any:
+            return lambda *arguments: self.calls.append((name, *arguments))
+
+        binding = SimpleNamespace(
+            bind_ortvalue_input=note("input"), bind_output=note("output"), synchronize_outputs=note("synchronize")
+        )
+        return SimpleNamespace(
+            get_providers=lambda: [self.provider, "CPUExecutionProvider"],
+            io_binding=lambda: binding,
+            get_inputs=lambda: [SimpleNamespace(name="a")],
+            get_outputs=lambda: [SimpleNamespace(name="b")],
+            run_with_iobinding=lambda bound: self.calls.append(("run", bound is binding)),
+        )
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", np.float32), ("fp16", np.float16), ("bf16", np.uint16)])
+def test_a_product_on_a_gpu_is_of_its_types(monkeypatch: pytest.MonkeyPatch, dtype: str, expected: type) -> None:
+    gpu = Gpu("CUDAExecutionProvider")
+    monkeypatch.setitem(sys.modules, "onnxruntime", gpu)
+    monkeypatch.setattr(roofline, "GPU_SIDE", 64)
+    probe = product_probe("cuda", dtype, 3)
+    assert (probe.work, probe.lane.title) == (2 * 64**3, f"probe: {dtype} product")
+    preload, session, (_, name, tensor), output = gpu.calls
+    assert preload == ("preload",)
+    assert session == ("session", product_graph(64, dtype), 3, [("CUDAExecutionProvider", {"use_tf32": "0"})])
+    assert (name, output) == ("a", ("output", "b", "cuda"))
+    values = np.random.default_rng(1).integers(-8, 9, (64, 64)) / 8
+    if dtype == "bf16":
+        kind, bits, element = tensor
+        assert (kind, bits.dtype, element) == ("bits", expected, TensorProto.BFLOAT16)
+        found = (bits.astype(np.uint32) << 16).view(np.float32)
+    else:
+        kind, found, *place = tensor
+        assert (kind, found.dtype, place) == ("typed", expected, ["cuda", 0])
+    np.testing.assert_array_equal(found, values)
+    probe.lane.call()
+    assert gpu.calls[4:] == [("run", True), ("synchronize",)]
+
+
+def test_a_copy_on_a_gpu_reads_and_writes_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("CUDAExecutionProvider")
+    monkeypatch.setitem(sys.modules, "onnxruntime", gpu)
+    monkeypatch.setattr(roofline, "GPU_COPY_BYTES", 4096)
+    probe = copy_probe("cuda", 1)
+    assert (probe.work, probe.lane.title) == (2 * 4096, "probe: copy")
+    assert gpu.calls[1][1] == copy_graph()
+    assert gpu.calls[2][2][1].shape == (1024,)
+
+
+def test_probes_of_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", Gpu("AzureExecutionProvider"))
+    monkeypatch.setattr(roofline, "GPU_SIDE", 16)
+    with pytest.raises(EnvironmentMissing, match=r"^the probes need CUDAExecutionProvider, but ONNX Runtime would use"):
+        product_probe("cuda", "fp32", 1)
 
 
 def test_the_probes_dtype_is_what_the_device_multiplies_in() -> None:

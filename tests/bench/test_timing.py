@@ -75,7 +75,7 @@ def test_lanes_take_turns_until_each_has_its_seconds_and_calls(monkeypatch: pyte
     progress = Mock(return_value=nullcontext(bar))
     monkeypatch.setattr("vitx.bench.timing.progress", progress)
     quick, slow = machine.lane("quick", repeat(0.024)), machine.lane("slow", repeat(0.125))
-    probe = Probe("product", 4.0, machine.lane("probe", repeat(0.05)))
+    probe = Probe(4.0, machine.lane("probe", repeat(0.05)))
     take_turns([quick, slow], 0.5, [probe], quiet=True)
     assert len(slow.times) == MIN_CALLS  # of .125 s: a turn has one
     assert quick.measured == pytest.approx(0.6)  # five turns of five calls

@@ -210,7 +210,7 @@ class _Meter:
         """In the order of their turns. The empty calls and the decoding are timed alone: they have no work to count."""
         machine = [probe for roofs in self._device_probes.values() for probe in (roofs.product, roofs.copy)]
         times = [*self._empty.values(), self._decode]
-        return machine + [Probe(lane.title, 0.0, lane) for lane in times if lane]
+        return machine + [Probe(0.0, lane) for lane in times if lane]
 
     def roof(self, name: str) -> Roof:
         roofs, empty = self._device_probes[self._device[name]], self._empty[name]

@@ -40,7 +40,7 @@ def product_probe(device: str, dtype: str, threads: int) -> Probe:
     # Random values: a GPU that multiplies equal ones draws less power and keeps a higher clock.
     values = (np.random.default_rng(1).integers(-8, 9, (side, side)) / 8).astype(np.float32)
     call = _call_on_device(product_graph(side, dtype), values, dtype, device, threads)
-    return Probe("product", 2 * side**3, Lane(f"probe: {dtype} product", call))
+    return Probe(2 * side**3, Lane(f"probe: {dtype} product", call))
 
 
 def copy_probe(device: str, threads: int) -> Probe:
@@ -48,18 +48,19 @@ def copy_probe(device: str, threads: int) -> Probe:
     if device != "cpu":
         values = np.ones(GPU_COPY_BYTES // 4, dtype=np.float32)
         call = _call_on_device(copy_graph(), values, "fp32", device, threads)
-        return Probe("copy", 2 * values.nbytes, Lane("probe: copy", call))
+        return Probe(2 * values.nbytes, Lane("probe: copy", call))
     source = np.ones(copy_bytes(), dtype=np.uint8)
     target = np.empty_like(source)
     parts = list(zip(np.array_split(source, threads), np.array_split(target, threads), strict=True))
     call = _threaded_copy(parts, threads)
-    return Probe("copy", 2 * source.nbytes, Lane("probe: copy", call))
+    return Probe(2 * source.nbytes, Lane("probe: copy", call))
 
 
 def copy_bytes() -> int:
     """Four times the largest cache of the first core, at least 64 MiB, at most 512 MiB."""
     sizes = [path.read_text().strip() for path in Path("/").glob(CACHE_FILES.lstrip("/"))]
-    largest = max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes if size[-1:] in "KM"), default=0)
+    units = {"K": 10, "M": 20}
+    largest = max((int(size[:-1]) << units[size[-1]] for size in sizes if size[-1:] in units), default=0)
     return min(max(4 * largest, 64 << 20), 512 << 20)
 
 

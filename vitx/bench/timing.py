@@ -83,7 +83,6 @@ class Lane:
 class Probe:
     """A kernel of known work (FLOPs or bytes a call), timed for one turn before every round and after the last."""
 
-    title: str
     work: float
     lane: Lane
 

@@ -114,6 +114,9 @@ def test_damaged_copies_are_refused(cifar_c: Path) -> None:
     copies = open_corrupted_copies(cifar_c)
     with pytest.raises(InputError, match=r"snow\.npy has shape \(7, 32, 32, 3\)"):
         copies.open("snow", 1)
+    np.save(cifar_c / "labels.npy", np.array([1, -1] * 15))
+    with pytest.raises(InputError, match=r"labels\.npy has the label -1, but the network knows 2 classes"):
+        copies.open("fog", 1)
     np.save(cifar_c / "labels.npy", np.zeros(29, np.uint8))
     with pytest.raises(InputError, match=r"30 images, but labels\.npy 29 labels"):
         copies.open("fog", 1)

@@ -194,6 +194,33 @@ def test_the_table_of_a_build() -> None:
     assert fused_layers("Name: a, LayerType: kgen") == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        *(("Float", 4), ("Half", 2), ("BFloat16", 2), ("Int8", 1), ("FP8", 1), ("UInt8", 1)),
+        *(("Int64", 8), ("Int32", 4), ("Bool", 1), ("FP4", None)),
+    ],
+)
+def test_bytes_are_those_of_the_type(kind: str, size: int | None) -> None:
+    """A type of another release has none: a sum without it would be a wrong number."""
+    operands = f" {tensor('x', '3,5', kind)}, {tensor('none', '0,5', kind)}"
+    (layer,) = fused_layers("Layers:\n" + row("a", "kgen", operands))
+    assert layer.inputs[0].bytes() == layer.bytes() == (None if size is None else 15 * size)
+    assert str(layer.inputs[1]).endswith("[0x5]")
+
+
+@pytest.mark.parametrize("kind", ["wait", "signal", "shape_call", "reshape", "cast"])
+def test_what_runs_no_kernel_is_no_layer(kind: str) -> None:
+    assert fused_layers("Layers:\n" + row("a", kind)) == ()
+
+
+def test_float32_beside_an_output_of_the_plan_is_counted() -> None:
+    logits, other = Tensor("logits [profile 0]", "fp32", (-1, 5)), Tensor("x", "fp32", (-1, 5))
+    layer = FusedLayer(0, "a", "gemm", (), (), (logits, other), ())
+    assert float_layers((layer,)) == (layer,)
+    assert float_layers((layer._replace(outputs=(logits,)),)) == ()
+
+
 def test_the_log_keeps_the_table_and_no_other_chatter() -> None:
     log = BuildLog()
     log.add("VERBOSE", "Parsing node")

@@ -111,7 +111,8 @@ def _from_array(path: Path, severity: int, class_names: tuple[str, ...] | None) 
     numbers = np.asarray(labels[part], dtype=np.int64)
     names = class_names or tuple(str(number) for number in range(int(labels.max()) + 1))
     if numbers.max() >= len(names) or numbers.min() < 0:
-        raise InputError(f"labels.npy has the label {numbers.max()}, but the network knows {len(names)} classes")
+        wrong = numbers.min() if numbers.min() < 0 else numbers.max()
+        raise InputError(f"labels.npy has the label {wrong}, but the network knows {len(names)} classes")
     return ImageSet(
         name=f"{path}:{severity}",
         class_names=names,

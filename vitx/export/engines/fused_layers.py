@@ -35,8 +35,9 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
     def bytes(self) -> int | None:
-        """None for a dynamic shape."""
-        return None if -1 in self.shape else math.prod(self.shape) * BYTES.get(self.type, 0)
+        """None for a dynamic shape, and for a type whose size is not known."""
+        size = BYTES.get(self.type)
+        return None if -1 in self.shape or size is None else math.prod(self.shape) * size
 
     def __str__(self) -> str:
         return f"{self.type}[{'x'.join('N' if size < 0 else str(size) for size in self.shape)}]"
@@ -54,9 +55,9 @@ class FusedLayer(NamedTuple):
     nodes: tuple[str, ...]
 
     def bytes(self) -> int | None:
-        """Read and written, constants included, a tensor that is listed twice once; None for several batch sizes."""
+        """Read and written, constants included, a tensor that is listed twice once; None if one has none."""
         sizes = [tensor.bytes() for tensor in dict.fromkeys((*self.inputs, *self.constants, *self.outputs))]
-        return None if None in sizes else sum(size or 0 for size in sizes)
+        return None if None in sizes else sum(filter(None, sizes))
 
 
 def fused_layers(message: str) -> tuple[FusedLayer, ...]:
