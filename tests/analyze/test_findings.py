@@ -192,6 +192,9 @@ def test_an_onset_goes_back_until_a_layer_does_not_follow() -> None:
     )
     assert stated == [["last", "before"], ["last", "before"]]
     assert found.tests == {"chain": 4, "none": 2, "no": 0}
+    # Of each chain the first test alone has a share of the 5 %: two tests, not four.
+    find({"x": Record()}, (rule("one", {"last": 0.02, "before": 0.04}), rule("two", {"last": 0.5, "before": 0.6})))
+    assert stated[2:] == [["last"]]
 
 
 def test_p_of_an_onset_is_that_of_its_weakest_layer() -> None:

@@ -89,7 +89,7 @@ def collapse(similarities: tuple[float, ...], repeated: tuple[int, ...], **more:
 
 def test_a_collapse_is_told_from_its_first_layer_to_its_last() -> None:
     intervals = {"neighbours": {"d": (0.86, 0.88)}}
-    found = only("attention-collapse", collapse((0.25, 0.5, 0.875, 0.9), (0, 0, 20, 20), intervals=intervals))
+    found = only("attention-collapse", collapse((0.25, 0.5, 0.875, 0.9), (20, 0, 20, 20), intervals=intervals))
     assert found.kind == "attention-collapse"
     assert (
         found.statement
@@ -176,9 +176,9 @@ def test_units_that_can_go_are_told_with_the_worst_of_them() -> None:
 
 
 def test_depth_that_can_go_is_told_from_its_first_block() -> None:
-    found = only("lesions", lesions({"a": 300}, {"x": 400, "y": 4, "z": 2}))
+    found = only("lesions", lesions({"a": 300}, {"w": 2, "x": 400, "y": 4, "z": 2}))
     assert found.kind == "depth"
-    assert found.statement == "Depth that buys nothing: the last 2 of 3 blocks (from y) can go together."
+    assert found.statement == "Depth that buys nothing: the last 2 of 4 blocks (from y) can go together."
     assert found.effect == pytest.approx(-0.2)
     assert found.unit == "points, change of accuracy without y and all behind it"
     found = only("lesions", lesions({"a": 300}, {"x": 400, "y": 90, "z": 2}))

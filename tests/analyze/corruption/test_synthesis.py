@@ -2,6 +2,8 @@
 
 import colorsys
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +12,34 @@ from scipy import ndimage
 from sklearn.datasets import load_sample_image
 
 from vitx.analyze.corruption.blurs import blur_along, zoom_factors, zoomed
-from vitx.analyze.corruption.constants import CORRUPTIONS, strength
+from vitx.analyze.corruption.constants import CORRUPTIONS, PUBLISHED_SIZES, strength
 from vitx.analyze.corruption.synthesis import SEVERITIES, corrupt
-from vitx.analyze.corruption.weather import plasma
+from vitx.analyze.corruption.weather import fog, frost, plasma, snow
 from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
 
 # Where a higher severity is a larger constant; the authors of the others trade one constant for another.
 GROWING = set(CORRUPTIONS) - {"glass_blur", "motion_blur", "frost", "elastic_transform"}
+
+
+# Σ severity · place · constant, of 32, 64 and 224 px: make_cifar_c.py, make_tinyimagenet_c.py and make_imagenet_c.py
+# of the authors. Zooms are compared with their ranges below.
+SUMS = {
+    "gaussian_noise": (1.26, 2.06, 3.8),
+    "shot_noise": (1850, 795, 181),
+    "impulse_noise": (0.69, 1.22, 2.45),
+    "defocus_blur": (23.1, 35.28, 125.2),
+    "glass_blur": (106.75, 127.2, 196.4),
+    "motion_blur": (174.0, 230.0, 565),
+    "snow": (1729.7, 1710.45, 1937.55),
+    "frost": (24.55, 26.1, 30.8),
+    "fog": (81.45, 87.3, 86.2),
+    "brightness": (3.0, 5.5, 5.5),
+    "contrast": (4.9, 2.25, 2.25),
+    "elastic_transform": (5.27, 5.62, 12.2109),
+    "pixelate": (11.55, 9.5, 5.25),
+    "jpeg_compression": (784, 616, 181),
+}
 
 
 def photographs(side: int, count: int = 6) -> UInt8Array:
@@ -77,6 +99,20 @@ def test_constants_are_those_of_the_nearest_size() -> None:
     assert strength("motion_blur", 1, 384) == ((10, 3), 384 / 224)
     assert strength("motion_blur", 1, 48) == ((10, 1), 0.75)
     assert strength("motion_blur", 1, 16) == ((6, 1), 1)
+
+
+def test_constants_are_those_of_the_authors() -> None:
+    for corruption, expected in SUMS.items():
+        for side, total in zip(PUBLISHED_SIZES, expected, strict=True):
+            constants = [strength(corruption, severity, side)[0] for severity in SEVERITIES]
+            weighted = np.arange(1, 6) @ np.array(constants) @ np.arange(1, len(constants[0]) + 1)
+            assert weighted == pytest.approx(total, abs=6e-5), (corruption, side)
+
+
+@pytest.mark.parametrize(("side", "published"), [(47, 32), (48, 64), (127, 64), (128, 224), (1000, 224)])
+def test_an_image_takes_the_constants_of_the_nearest_size(side: int, published: int) -> None:
+    constants, scale = strength("motion_blur", 3, side)
+    assert (constants, scale) == (strength("motion_blur", 3, published)[0], side / published)
 
 
 def test_brightness_is_added_to_the_value_of_hsv() -> None:
@@ -200,6 +236,83 @@ def test_snow_and_frost_lighten_and_fog_keeps_the_range() -> None:
     fogged = corrupt(images, "fog", 5)
     assert (fogged.max(axis=(1, 2, 3)) <= images.max(axis=(1, 2, 3))).all()
     assert not corrupt(np.zeros((1, 32, 32, 3), np.uint8), "fog", 5).any()
+
+
+def drawn(flakes: np.ndarray, degrees: float) -> Any:
+    """A generator that draws these flakes, of mean 0.3 and deviation 0.2, and lets them fall in one direction."""
+
+    def normal(mean: float, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
+        assert (mean, deviation, shape) == (0.3, 0.2, flakes.shape)
+        return flakes
+
+    def uniform(low: float, high: float) -> float:
+        assert (low, high) == (-135, -45)
+        return degrees
+
+    return SimpleNamespace(normal=normal, uniform=uniform)
+
+
+def test_snow_is_streaks_of_flakes_and_the_same_turned_over_a_whitened_image() -> None:
+    image = photographs(32, 1)[0] / 255
+    luma = 0.299 * image[:, :, 0] + 0.587 * image[:, :, 1] + 0.114 * image[:, :, 2]
+    white = 0.75 * image + 0.25 * np.maximum(image, 1.5 * luma[:, :, None] + 0.5)
+    none = np.full((32, 32, 1), 0.49)
+    np.testing.assert_allclose(snow(image, (0.3, 0.2, 3, 0.5, 4, 2, 0.75), 1, drawn(none, -90)), white)
+    flakes = none.copy()
+    flakes[10, 8], flakes[20, 5] = 0.5, 7  # the bound is snow, and no flake is whiter than white
+    fallen = np.zeros((32, 32, 1))
+    fallen[10, 8], fallen[20, 5] = 0.5, 1
+    streaks = blur_along(fallen, 2, 1, -60)
+    found = snow(image, (0.3, 0.2, 1.5, 0.5, 4, 2, 0.75), 0.5, drawn(flakes, -60))  # radius and sigma are halved
+    np.testing.assert_allclose(found, white + streaks + streaks[::-1, ::-1])
+    large = snow(image, (0.3, 0.2, 4, 0.5, 4, 2, 0.75), 0.5, drawn(flakes, -60))  # twice as large as they were drawn
+    zoom = zoomed(flakes, 2)
+    streaks = blur_along(np.where(zoom < 0.5, 0, zoom.clip(0, 1)), 2, 1, -60)
+    np.testing.assert_allclose(large, white + streaks + streaks[::-1, ::-1])
+
+
+def test_frost_is_the_ridges_of_two_fractals_in_the_colour_of_ice() -> None:
+    image = photographs(32, 1)[0] / 255
+    generator = np.random.default_rng(4)
+    coarse, fine = plasma(32, 1.3, generator), plasma(32, 1.7, generator)
+    ridges = np.maximum((1 - abs(2 * coarse - 1)) ** 3, (1 - abs(2 * fine - 1)) ** 6)
+    expected = 0.75 * image + 0.5 * np.stack([0.82 * ridges, 0.92 * ridges, ridges], axis=-1)
+    np.testing.assert_allclose(frost(image, (0.75, 0.5), 1, np.random.default_rng(4)), expected)
+
+
+def test_fog_is_a_fractal_dimmed_to_the_images_own_maximum() -> None:
+    image = photographs(32, 1)[0] / 300
+    added = 1.5 * plasma(32, 1.75, np.random.default_rng(4))
+    most = image.max()
+    expected = (image + added[:, :, None]) * most / (most + 1.5)
+    np.testing.assert_allclose(fog(image, (1.5, 1.75), 1, np.random.default_rng(4)), expected)
+
+
+@pytest.mark.parametrize(("side", "size"), [(1, 2), (2, 2), (5, 8), (16, 16)])
+def test_plasma_is_diamond_square_point_by_point(side: int, size: int) -> None:
+    generator = np.random.default_rng(2)
+    heights = np.zeros((size, size))
+    step, amplitude = size, 1.0
+    while step > 1:
+        half, count = step // 2, size // step
+        noise = amplitude * generator.uniform(-1, 1, (3, count, count))  # of centres, of edges in rows, in columns
+        cells = [(number, number[0] * step, number[1] * step) for number in np.ndindex(count, count)]
+        for number, row, column in cells:
+            around = [
+                heights[(row + down) % size, (column + right) % size] for down in (0, step) for right in (0, step)
+            ]
+            heights[row + half, column + half] = np.mean(around) + noise[0][number]
+        for edge, (down, right) in enumerate(((0, half), (half, 0)), 1):
+            for number, row, column in cells:
+                at = row + down, column + right
+                around = [
+                    heights[(at[0] + near[0]) % size, (at[1] + near[1]) % size]
+                    for near in ((half, 0), (-half, 0), (0, half), (0, -half))
+                ]
+                heights[at] = np.mean(around) + noise[edge][number]
+        step, amplitude = half, amplitude / 2.5**2
+    heights = (heights - heights.min()) / np.ptp(heights)
+    np.testing.assert_allclose(plasma(side, 2.5, np.random.default_rng(2)), heights[:side, :side], atol=1e-12)
 
 
 def test_plasma_fills_its_range_and_is_rougher_where_it_fades_less() -> None:
