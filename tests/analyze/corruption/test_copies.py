@@ -1,5 +1,6 @@
 """CIFAR-C's arrays and ImageNet-C's folders, small ones of the same layout."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -94,10 +95,13 @@ def test_copies_are_not_cropped(imagenet_c: Path) -> None:
 def test_bad_input_is_refused(cifar_c: Path, imagenet_c: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(InputError, match=r"no corrupted copies in .*gaussian_noise\.npy .*gaussian_noise/1/CLASS"):
+    with pytest.raises(
+        InputError,
+        match=r"no corrupted copies in .*gaussian_noise\.npy \(CIFAR-C\), or folders such as gaussian_noise/1/CLASS",
+    ):
         open_corrupted_copies(empty)
     copies = open_corrupted_copies(cifar_c, class_names=("only",))
-    with pytest.raises(InputError, match="no copies of 'frost': the folder has"):
+    with pytest.raises(InputError, match="no copies of 'frost': the folder has shot_noise, zoom_blur, snow, fog$"):
         copies.open("frost", 1)
     with pytest.raises(InputError, match="unknown corruption 'fogg'"):
         copies.open("fogg", 1)
@@ -127,6 +131,27 @@ def test_damaged_copies_are_refused(cifar_c: Path) -> None:
     np.save(cifar_c / "fog.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(InputError, match=r"fog\.npy is not a numpy array"):
         copies.open("fog", 1)
+
+
+@pytest.mark.parametrize("damaged", [np.zeros((5, 32, 32, 3), np.float32), np.zeros((5, 32, 32, 4), np.uint8)])
+def test_an_array_of_other_images_is_refused(cifar_c: Path, damaged: np.ndarray) -> None:
+    np.save(cifar_c / "snow.npy", damaged)
+    with pytest.raises(InputError, match=rf"snow\.npy has shape \(5, 32, 32, .\) and type {damaged.dtype}: expected"):
+        open_corrupted_copies(cifar_c).open("snow", 1)
+
+
+def test_labels_are_those_of_a_network_whatever_type_they_were_written_in(cifar_c: Path) -> None:
+    assert open_corrupted_copies(cifar_c).open("fog", 1).labels.dtype == np.int64
+
+
+def test_a_severity_without_images_is_refused(imagenet_c: Path) -> None:
+    copies = open_corrupted_copies(imagenet_c, ("n01", "n02"))
+    severity = imagenet_c / "blur" / "zoom_blur" / "1"
+    refused = r"zoom_blur/1 has no folders of images, one a class: unpack the copies again$"
+    for remove in (lambda: [path.unlink() for path in severity.glob("*/*")], lambda: shutil.rmtree(severity)):
+        remove()
+        with pytest.raises(InputError, match=refused):
+            copies.open("zoom_blur", 1)
 
 
 def test_copies_that_were_unpacked_in_part_are_refused(imagenet_c: Path) -> None:

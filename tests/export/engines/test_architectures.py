@@ -3,7 +3,7 @@
 import pytest
 
 from vitx.core.errors import InputError
-from vitx.export.engines.architectures import parse_architectures
+from vitx.export.engines.architectures import parse_architectures, with_precision
 
 KNOWN = ("sm75", "sm80", "sm86", "sm89", "sm120")
 
@@ -27,3 +27,24 @@ def test_architectures_are_parsed() -> None:
 def test_unknown_architectures(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_architectures(text, KNOWN)
+
+
+@pytest.mark.parametrize("number", [70, 90, 100, 103, 107, 110])
+def test_a_data_centre_gpu_is_named_as_one(number: int) -> None:
+    with pytest.raises(InputError, match="; that one is a data-centre GPU: build with --trt on a machine that has it$"):
+        parse_architectures(f"sm{number}", KNOWN)
+
+
+def test_fp8_is_for_ada_and_newer() -> None:
+    for precision in ("int8", "fp16"):
+        assert with_precision(KNOWN, precision, asked=True) == KNOWN
+    assert with_precision(KNOWN, "fp8, fp16", asked=False) == ("sm89", "sm120")
+    assert with_precision(("sm89",), "fp8", asked=True) == ("sm89",)
+    refused = r"^fp8 needs compute capability 8\.9 or newer, and {} has none: leave it out of --arch, or take int8$"
+    for architectures, asked, lacking in (
+        (KNOWN, True, "sm75, sm80, sm86"),
+        (("sm86",), False, "sm86"),
+        (("sm80", "sm89"), True, "sm80"),
+    ):
+        with pytest.raises(InputError, match=refused.format(lacking)):
+            with_precision(architectures, "fp8", asked=asked)

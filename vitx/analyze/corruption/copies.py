@@ -48,15 +48,13 @@ class CorruptedCopies:
         """ImageNet-C: path/SEVERITY/CLASS/image."""
         folder = path / str(severity)
         found = folders_in(folder) if folder.is_dir() else []
-        if not found:
-            raise InputError(f"{folder} has no folders of images, one a class: unpack the copies again")
         names = self.class_names or tuple(found)
         unknown = [name for name in found if name not in names]
         if unknown:
             raise InputError(f"{folder} has the class '{unknown[0]}', which the network does not know")
         items = [(path, names.index(name)) for name in found for path in list_images(folder / name)]
         if not items:
-            raise InputError(f"{folder} has no images: unpack the copies again")
+            raise InputError(f"{folder} has no folders of images, one a class: unpack the copies again")
         paths = tuple(path for path, _ in items)
         return ImageSet(
             name=str(folder),
