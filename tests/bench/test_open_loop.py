@@ -108,6 +108,25 @@ def test_refused_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.percentile(0.99) == math.inf
 
 
+def test_a_model_that_fails_on_one_image_of_many_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Percentiles of the others would be those of another load."""
+    calls = list[int]()
+
+    def broken(images: UInt8Array) -> Float32Array:
+        calls.append(len(images))
+        if len(calls) == 2:
+            raise CheckFailed("the plan fails on a batch of 1")
+        return answer(images)
+
+    batching = ServeOptions(max_batch=1).batching
+    with pytest.raises(CheckFailed, match="^inference failed: the plan fails on a batch of 1$"):
+        run_open_loop(broken, IMAGES, [0.01 * index for index in range(6)], batching)
+    calls.clear()
+    with pytest.raises(CheckFailed, match="^inference failed: the plan fails on a batch of 1$"):
+        run_scenario("offline", broken, IMAGES, ScenarioSettings(batching, seconds=0.1, p99=1))
+    assert not caplog.records, "what nobody waited for"
+
+
 @pytest.mark.parametrize("limit", [3.0, 17.3, 99.9])
 def test_bisection_ends_at_the_largest_rate_that_passed(limit: float) -> None:
     tried: list[float] = []

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.bench.timing import percentiles
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.batching.request_queue import Infer
-from vitx.serve.errors import QueueFull
+from vitx.serve.errors import QueueFull, RequestError
 from vitx.serve.limits import Batching
 
 # The first arrival is due this long after the start, so that the generator's thread runs by then.
@@ -78,9 +78,19 @@ def poisson_arrivals(rate: float, seconds: float) -> npt.NDArray[np.float64]:
 def run_open_loop(infer: Infer, images: UInt8Array, arrivals: Sequence[float], batching: Batching) -> OpenLoopRun:
     """Send one image at each of `arrivals` (seconds from the start) through a batcher; wait for all answers.
 
-    images: uint8 (M, S, S, 3), taken in turn.
+    images: uint8 (M, S, S, 3), taken in turn. Raises CheckFailed when the model fails on one.
     """
     return asyncio.run(_OpenLoop(images, arrivals).run(infer, batching))
+
+
+async def ask(batcher: Batcher, images: UInt8Array) -> None:
+    """Wait until images are answered. Raises QueueFull, and CheckFailed when the model fails on them."""
+    try:
+        await batcher.submit(images)
+    except QueueFull:
+        raise
+    except RequestError as error:
+        raise CheckFailed(str(error)) from None
 
 
 class _OpenLoop:
@@ -107,10 +117,12 @@ class _OpenLoop:
 
         generator = threading.Thread(target=generate, name="arrivals", daemon=True)
         generator.start()
-        await sent.wait()
-        await asyncio.gather(*self._requests)
-        elapsed = time.monotonic() - start
-        await batcher.close()
+        try:
+            await sent.wait()
+            await asyncio.gather(*self._requests)
+            elapsed = time.monotonic() - start
+        finally:
+            await batcher.close()
         generator.join()
         late = percentiles(self._lateness, (0.99,))[0.99]
         return OpenLoopRun(tuple(self._latencies), self._refused, late, elapsed)
@@ -119,12 +131,17 @@ class _OpenLoop:
         self._lateness.append(time.monotonic() - due)
         request = asyncio.create_task(self._request(batcher, index, due))
         self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
+        request.add_done_callback(self._done)
+
+    def _done(self, request: asyncio.Task[None]) -> None:
+        """Forget a request that was answered or refused; one that failed stays, and ends the run."""
+        if not request.cancelled() and request.exception() is None:
+            self._requests.discard(request)
 
     async def _request(self, batcher: Batcher, index: int, due: float) -> None:
         row = index % len(self._images)
         try:
-            await batcher.submit(self._images[row : row + 1])
+            await ask(batcher, self._images[row : row + 1])
         except QueueFull:
             self._refused += 1
         else:

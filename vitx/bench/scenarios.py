@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from vitx.bench.open_loop import OpenLoopRun, poisson_arrivals, run_open_loop
+from vitx.bench.open_loop import OpenLoopRun, ask, poisson_arrivals, run_open_loop
 from vitx.bench.timing import Lane, percentiles
 from vitx.core.errors import CheckFailed, unknown_name
 from vitx.core.files import Record
@@ -50,7 +50,8 @@ class ScenarioSettings:
 def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
     """Measure one scenario. images: uint8 (M, S, S, 3), used one after another and again from the first.
 
-    Raises CheckFailed when not even the slowest offered rate keeps the bound of the server scenario.
+    Raises CheckFailed when the model fails on an image, and when not even the slowest offered rate keeps the bound of
+    the server scenario.
     """
     measure = {"offline": offline, "server": server, "single-stream": single_stream}[scenario]
     return measure(infer, images, settings)
@@ -80,10 +81,11 @@ async def _all_at_once(infer: Infer, images: UInt8Array, count: int, batching: B
     start = time.monotonic()
     whole, rest = divmod(count, len(images))
     queries = [images] * whole + ([images[:rest]] if rest else [])
-    await asyncio.gather(*(batcher.submit(query) for query in queries))
-    elapsed = time.monotonic() - start
-    await batcher.close()
-    return elapsed
+    try:
+        await asyncio.gather(*(ask(batcher, query) for query in queries))
+        return time.monotonic() - start
+    finally:
+        await batcher.close()
 
 
 def single_stream(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:

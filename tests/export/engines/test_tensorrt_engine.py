@@ -229,9 +229,12 @@ def test_profiles_cover_each_batch_once() -> None:
     assert covered == list(range(1, 129))
 
 
-@pytest.mark.parametrize("batches", [(), (0, 8), (8, 8), (32, 8)])
-def test_invalid_batch_sizes(batches: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="expected positive numbers, each larger than the one before"):
+@pytest.mark.parametrize(
+    ("batches", "given"), [((), "none"), ((0, 8), "0, 8"), ((8, 8), "8, 8"), ((32, 8), "32, 8"), ((0,), "0")]
+)
+def test_invalid_batch_sizes(batches: tuple[int, ...], given: str) -> None:
+    expected = "expected positive numbers, each larger than the one before"
+    with pytest.raises(InputError, match=f"^batch sizes {given}: {expected}$"):
         profiles_for(batches)
 
 
@@ -248,6 +251,12 @@ def test_invalid_batch_sizes(batches: tuple[int, ...]) -> None:
 def test_invalid_profiles(given: tuple[int, int, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_profiles((Profile(minimum=given[0], optimum=given[1], maximum=given[2]),), 224 * 224 * 3)
+
+
+def test_a_profile_of_one_size_and_of_the_most_images_is_valid() -> None:
+    check_profiles(profiles_for((1, 14_266)), 224 * 224 * 3)
+    with pytest.raises(InputError, match="^no optimisation profile was given: expected at least one range"):
+        check_profiles((), 1)
 
 
 @pytest.mark.parametrize(
