@@ -440,17 +440,27 @@ def test_progress_is_one_number_that_never_falls() -> None:
     bar = Bar()
     steps = BuildProgress(bar)
     steps.start("build", None, 2)
+    steps.complete("unknown", 3)
+    steps.finish("unknown")
+    assert bar.seen == []
     for phase in ("clone", "optimise"):
         steps.start(phase, "build", 4)
         for step in range(4):
             assert steps.complete(phase, step)
         steps.finish(phase)
         steps.complete("build", 0 if phase == "clone" else 1)
-    steps.complete("unknown", 3)
     done = [value for value, _ in bar.seen]
     assert done == sorted(done)
     assert done[:5] == [125, 250, 375, 500, 500]
     assert done[-1] == 1000
+
+
+def test_progress_begins_at_nothing() -> None:
+    bar = Bar()
+    steps = BuildProgress(bar)
+    steps.start("build", None, 4000)
+    steps.complete("build", 0)
+    assert bar.seen == [(0, "build")]
 
 
 def test_ctrl_c_stops_the_build_and_not_the_process() -> None:
@@ -471,6 +481,8 @@ def test_messages_are_kept_once() -> None:
         log.add("ERROR", message)
     log.add("WARNING", "slow")
     assert log.errors() == "no kernel for node x"
+    log.add("INTERNAL_ERROR", " out of registers\n")
+    assert log.errors() == "out of registers; no kernel for node x"
     assert log.warnings() == ("slow",)
 
 

@@ -60,9 +60,10 @@ class BuildProgress:
         """
         try:
             with self._lock:
-                parent, steps, _ = self._phases.get(phase, (None, 1, 0))
-                self._phases[phase] = (parent, steps, min(step + 1, steps))
-                self._report(phase)
+                if phase in self._phases:  # of one that has not begun, or has ended, a step says nothing
+                    parent, steps, _ = self._phases[phase]
+                    self._phases[phase] = (parent, steps, min(step + 1, steps))
+                    self._report(phase)
         except KeyboardInterrupt:
             self.interrupted = True
         return not self.interrupted
@@ -72,13 +73,11 @@ class BuildProgress:
             self._phases.pop(phase, None)
 
     def _report(self, phase: str) -> None:
-        done, name = 0.0, phase
+        done = 0.0
+        name: str | None = phase
         while name in self._phases:
-            parent, steps, complete = self._phases[name]
+            name, steps, complete = self._phases[name]
             done = min((complete + done) / steps, 1.0)
-            if parent is None:
-                break
-            name = parent
         # TensorRT may enter a phase again; the bar must not go back.
         self._reported = max(self._reported, int(1000 * done))
         self._bar.update(self._reported, phase)
