@@ -119,10 +119,10 @@ def test_a_model_that_fails_on_one_image_of_many_is_one_error(caplog: pytest.Log
         return answer(images)
 
     batching = ServeOptions(max_batch=1).batching
-    with pytest.raises(CheckFailed, match="^inference failed: the plan fails on a batch of 1$"):
+    with pytest.raises(CheckFailed, match=r"^inference failed: the plan fails on a batch of 1$"):
         run_open_loop(broken, IMAGES, [0.01 * index for index in range(6)], batching)
     calls.clear()
-    with pytest.raises(CheckFailed, match="^inference failed: the plan fails on a batch of 1$"):
+    with pytest.raises(CheckFailed, match=r"^inference failed: the plan fails on a batch of 1$"):
         run_scenario("offline", broken, IMAGES, ScenarioSettings(batching, seconds=0.1, p99=1))
     assert not caplog.records, "what nobody waited for"
 
@@ -276,13 +276,14 @@ def test_tuning_finds_that_two_sessions_of_one_thread_are_faster(
         concurrent = True
 
         def _infer(self, images: UInt8Array) -> Float32Array:
+            sizes.add(len(images))
             time.sleep(0.002 * len(images))
             return answer(images)
 
         def describe(self) -> dict[str, object]:
             return {"runtime": "sleep", "provider": "cpu", "threads": 1}
 
-    asked: list[int] = []
+    asked, sizes = list[int](), set[int]()
 
     def load(threads: int) -> Session:
         asked.append(threads)
@@ -290,11 +291,28 @@ def test_tuning_finds_that_two_sessions_of_one_thread_are_faster(
 
     monkeypatch.setattr(autotune, "TRIAL_SECONDS", 0.02)
     tuning = tune(tiny_bundle, load, cores=2, quiet=True)
+    assert sizes == {1, 4, 16}
     assert (tuning.best.instances, tuning.best.threads) == (2, 1)
     assert asked == [1, 2]
     kept = tiny_bundle.latency()
     assert kept is not None
     assert kept.tuning == tuning
+
+
+def test_settings_near_the_fastest_have_four_turns_more(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {(2, 1, 1): 79, (2, 1, 4): 80, (2, 1, 16): 100, (1, 2, 1): 10, (1, 2, 4): 10, (1, 2, 16): 10}
+    turns: list[tuple[int, int, int]] = []
+
+    def take_turn(trial: autotune._Trial, seconds: float) -> None:
+        assert seconds == autotune.TRIAL_SECONDS
+        turns.append((trial._instances, trial._threads, len(trial._images)))
+        trial._times.append(trial._instances * len(trial._images) / rates[turns[-1]])
+
+    monkeypatch.setattr(autotune._Trial, "take_turn", take_turn)
+    tuning = tune(tiny_bundle, lambda threads: load_session(tiny_bundle, threads=threads), cores=2, quiet=True)
+    assert turns == [*rates, *[(2, 1, 4), (2, 1, 16)] * 4]
+    assert [setting.images_per_second for setting in tuning.tried] == [*rates.values()]
+    assert tuning.best.median_ms == pytest.approx(320)
 
 
 def test_instances_of_several_threads_have_their_own_sessions() -> None:

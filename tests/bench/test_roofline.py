@@ -114,8 +114,11 @@ def test_flops_of_an_operator(kind: str, inputs: list[list[int]], outputs: list[
     assert node_flops(kind, inputs, outputs) == flops
 
 
-def test_cost_of_a_bundle(tiny_bundle: Bundle) -> None:
+def test_cost_of_a_bundle(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = set(tmp_path.rglob("*"))
     cost = count_cost(tiny_bundle)
+    assert set(tmp_path.rglob("*")) == there, "a profile beside the user's files"
     assert cost.flops == 2 * 3 * 4  # (1, 3) times (3, 4)
     pixels = 16 * 16 * 3
     # Cast 1 + 4 bytes a value, three element-wise kernels 4 + 4, the mean reads all; then 3 and 4 values.
@@ -199,11 +202,12 @@ def test_the_work_of_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "copy_bytes", lambda: 1000)
     runs: list[object] = []
     run = onnxruntime.InferenceSession.run_with_iobinding
-    monkeypatch.setattr(
-        onnxruntime.InferenceSession,
-        "run_with_iobinding",
-        lambda self, binding: runs.append(self) or run(self, binding),
-    )
+
+    def noted(session: Any, binding: object) -> None:
+        runs.append(session)
+        run(session, binding)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", noted)
     product = product_probe("cpu", "fp32", 1)
     assert (product.work, product.lane.title) == (2 * 16**3, "probe: fp32 product")
     product.lane.call()

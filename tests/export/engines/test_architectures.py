@@ -31,7 +31,7 @@ def test_unknown_architectures(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("number", [70, 90, 100, 103, 107, 110])
 def test_a_data_centre_gpu_is_named_as_one(number: int) -> None:
-    with pytest.raises(InputError, match="; that one is a data-centre GPU: build with --trt on a machine that has it$"):
+    with pytest.raises(InputError, match="; that one is a data-centre GPU: build with --trt on a machine"):
         parse_architectures(f"sm{number}", KNOWN)
 
 

@@ -255,7 +255,7 @@ def test_invalid_profiles(given: tuple[int, int, int], message: str) -> None:
 
 def test_a_profile_of_one_size_and_of_the_most_images_is_valid() -> None:
     check_profiles(profiles_for((1, 14_266)), 224 * 224 * 3)
-    with pytest.raises(InputError, match="^no optimisation profile was given: expected at least one range"):
+    with pytest.raises(InputError, match=r"^no optimisation profile was given: expected at least one range"):
         check_profiles((), 1)
 
 
