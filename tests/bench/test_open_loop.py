@@ -57,8 +57,9 @@ def test_arrivals_are_poisson_and_the_same_at_every_call() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, -1.0, math.nan])
 def test_a_rate_without_arrivals_is_refused(rate: float) -> None:
-    with pytest.raises(InputError, match="at least one arrival"):
-        poisson_arrivals(rate, 1.0)
+    said = f"rate {rate:g} a second for 1.5 s: expected at least one arrival, give a longer time"
+    with pytest.raises(InputError, match=f"^{said}$"):
+        poisson_arrivals(rate, 1.5)
 
 
 def test_a_refused_request_is_infinitely_late() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from reference import LABELS, PROBABILITIES
 from run_fixture import digits_source
 from vitx.analyze.activations import Activations
+from vitx.analyze.intervals import resample_weights
 from vitx.analyze.metric import AnalysisOptions, MetricContext
 from vitx.analyze.metrics.confidence import ConfidenceMetric, confidence
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
@@ -162,6 +163,41 @@ def test_the_interval_of_a_temperature_stays_in_its_bounds(less: float) -> None:
     scaling = temperature_scaling(logits, np.repeat([0, 1], 10))
     assert 0.01 < scaling.temperature < 100
     assert scaling.interval("temperature") == (0.01, 100)
+
+
+def test_the_interval_of_a_temperature_is_that_of_its_equation() -> None:
+    """The sandwich of mean(E_p[z] − z_y) = 0 in 1/T, its slope by differences, on a logarithmic scale."""
+    logits, labels = noisy_logits()
+    scaling = temperature_scaling(logits, labels)
+    inverse, n = 1 / scaling.temperature, len(labels)
+
+    def terms(factor: float) -> np.ndarray:
+        return (softmax(factor * logits) * logits).sum(axis=1) - logits[np.arange(n), labels]
+
+    slope = (terms(inverse + 1e-5).mean() - terms(inverse - 1e-5).mean()) / 2e-5
+    half = 1.96 * terms(inverse).std() / slope / math.sqrt(n) / inverse
+    expected = scaling.temperature * math.exp(-half), scaling.temperature * math.exp(half)
+    assert scaling.interval("temperature") == pytest.approx(expected, rel=1e-6)
+    assert temperature_scaling(logits[:10], labels[:10]).interval("temperature") is not None
+    assert temperature_scaling(logits[:9], labels[:9]).interval("temperature") is None
+
+
+def test_the_interval_of_an_ece_is_reflected_at_the_estimate() -> None:
+    """By the definition, bin by bin, on each resample; of what is scaled as of what is not."""
+    logits, labels = noisy_logits(60)
+    even, odd = temperature_scaling(logits, labels).temperatures_of_halves
+    scaled = logits / np.where(np.arange(60) % 2, even, odd)[:, None]
+    (weights,) = resample_weights(60)
+    for given, found, field in (
+        (logits, confidence(softmax(logits), labels), "ece"),
+        (scaled, temperature_scaling(logits, labels), "scaled_ece"),
+    ):
+        top, right = softmax(given).max(axis=1), given.argmax(axis=1) == labels
+        bins = np.ceil(15 * top)
+        resampled = sum(abs(weights @ ((bins == number) * (right - top))) / 60 for number in range(1, 16))
+        low, high = np.quantile(resampled, (0.025, 0.975))
+        ece = getattr(found, field)
+        assert found.interval(field) == pytest.approx((max(0, 2 * ece - high), 2 * ece - low))
 
 
 def test_scaling_repairs_images_it_was_not_fitted_on() -> None:
