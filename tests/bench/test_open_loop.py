@@ -203,9 +203,15 @@ def test_offline_queues_as_many_images_as_the_time_takes(
 
 
 def test_a_single_stream_tells_the_percentiles_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm: list[bool] = []
+
     class Known(Lane):
+        def warm_up(self) -> bool:
+            warm.append(True)
+            return True
+
         def take_turn(self, seconds: float) -> None:
-            assert seconds == 2
+            assert (seconds, warm) == (2, [True])
             self.times = [number / 1000 for number in range(100)]
 
     monkeypatch.setattr(scenarios, "Lane", Known)
@@ -236,6 +242,39 @@ def test_the_servers_rate_is_the_largest_that_keeps_the_bound(
     found = (result.p50_ms, result.p90_ms, result.p95_ms, result.p99_ms)
     assert found == pytest.approx(tuple(1e3 * share / 99 * result.value / 600 for share in (50, 90, 95, 99)))
     assert (result.images, result.unit, result.p99_bound_ms) == (100, "images/s", 1000)
+
+
+@pytest.mark.parametrize("count", [5, 8, 19])
+def test_so_many_images_are_queued_and_the_threads_are_closed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    seen: list[int] = []
+    closed: list[Batcher] = []
+    close = Batcher.close
+
+    async def noted(batcher: Batcher) -> None:
+        closed.append(batcher)
+        await close(batcher)
+
+    def infer(images: UInt8Array) -> Float32Array:
+        seen.extend(images[:, 0, 0, 0].tolist())
+        return answer(images)
+
+    monkeypatch.setattr(Batcher, "close", noted)
+    images = IMAGES + np.arange(8, dtype=np.uint8)[:, None, None, None]
+    seconds = asyncio.run(scenarios._all_at_once(infer, images, count, ServeOptions(max_batch=4).batching))
+    assert seconds > 0
+    assert seen == [number % 8 for number in range(count)]
+    assert len(closed) == 1
+
+
+def test_the_error_of_a_bound_tells_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_known_times(monkeypatch, 1, 8 / 1000)
+    monkeypatch.setattr(scenarios, "run_at_rate", lambda *_: OpenLoopRun((0.25,) * 9, 0, 0.0, 1.0))
+    said = (
+        "server scenario: p99 is 250 ms at 100 images/s, the lowest rate that was offered, and 125 ms were asked for: "
+        "give a larger --p99"
+    )
+    with pytest.raises(CheckFailed, match=f"^{said}$"):
+        run_scenario("server", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=1, p99=0.125))
 
 
 def test_a_percentile_at_the_bound_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
