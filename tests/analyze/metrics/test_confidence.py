@@ -172,7 +172,7 @@ def test_the_interval_of_a_temperature_is_that_of_its_equation() -> None:
     inverse, n = 1 / scaling.temperature, len(labels)
 
     def terms(factor: float) -> np.ndarray:
-        return (softmax(factor * logits) * logits).sum(axis=1) - logits[np.arange(n), labels]
+        return np.asarray((softmax(factor * logits) * logits).sum(axis=1) - logits[np.arange(n), labels])
 
     slope = (terms(inverse + 1e-5).mean() - terms(inverse - 1e-5).mean()) / 2e-5
     half = 1.96 * terms(inverse).std() / slope / math.sqrt(n) / inverse
