@@ -207,6 +207,7 @@ def test_bytes_are_those_of_the_type(kind: str, size: int | None) -> None:
     (layer,) = fused_layers("Layers:\n" + row("a", "kgen", operands))
     assert layer.inputs[0].bytes() == layer.bytes() == (None if size is None else 15 * size)
     assert str(layer.inputs[1]).endswith("[0x5]")
+    assert layer.profile == 0
 
 
 @pytest.mark.parametrize("kind", ["wait", "signal", "shape_call", "reshape", "cast"])

@@ -62,8 +62,8 @@ class FusedLayer(NamedTuple):
 
 def fused_layers(message: str) -> tuple[FusedLayer, ...]:
     """The layers with kernels of the table in a message of the builder; none if it has no table."""
-    _, found, table = message.partition(TABLE)
-    rows = map(_LAYER.match, table.splitlines() if found else ())
+    _, _, table = message.partition(TABLE)
+    rows = map(_LAYER.match, table.splitlines())
     return tuple(_layer(row) for row in rows if row is not None and row["kind"] not in _NO_KERNELS)
 
 
