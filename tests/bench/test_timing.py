@@ -1,5 +1,6 @@
 """Turns and warm-up of what is timed, on a clock that only the timed calls move."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, cycle, repeat
@@ -7,6 +8,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from vitx.bench.closed_loop import point
 from vitx.bench.timing import MIN_CALLS, WARM_UP_SECONDS, WARM_UP_WINDOWS, Lane, Probe, percentiles, take_turns, warm_up
 
 
@@ -37,10 +39,31 @@ def test_a_turn_leaves_the_first_call_out() -> None:
     assert lane.median == 0.75
 
 
+def test_a_turn_that_is_too_short_for_the_clock_has_one_call() -> None:
+    """`vitx bench --seconds 1e-20` ended in a traceback: the clock's next number is later than that."""
+    machine = Machine()
+    lane = machine.lane("a", repeat(0.5))
+    lane.take_turn(1e-20)
+    assert (lane.times, machine.order) == ([0.5], ["a", "a"])
+
+
 def test_without_a_counter_there_is_no_energy() -> None:
     lane = Machine().lane("a", repeat(0.5))
     lane.take_turn(1.0)
     assert lane.joules == 0.0
+    assert point(lane, 2).joules_per_image is None
+
+
+def test_a_counter_that_fails_in_the_middle_costs_the_energy_alone() -> None:
+    """It reads NaN then, which no JSON holds: writing latency.json ended in a traceback, and all else was lost."""
+    machine, counter = Machine(), iter([1.0, 9.0, 9.0, math.nan])
+    lane = machine.lane("a", repeat(0.5), energy=lambda: next(counter))
+    lane.take_turn(1.0)
+    assert point(lane, 2).joules_per_image == 8 / 2 / 2
+    lane.take_turn(1.0)
+    measured = point(lane, 2)
+    assert measured.joules_per_image is None
+    assert measured.images_per_second == 4
 
 
 @pytest.mark.parametrize(

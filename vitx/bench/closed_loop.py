@@ -3,6 +3,7 @@
 How it is measured and what the numbers mean: docs/benchmarks.md.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ def device_of(description: Mapping[str, Any]) -> str:
 def point(lane: Lane, size: int) -> LatencyPoint:
     """Percentiles and throughput of a lane: everything that needs no probe."""
     found = percentiles(lane.times, (0.5, 0.9, 0.95, 0.99))
+    joules = lane.joules / len(lane.times) / size if lane.energy else math.nan
     return LatencyPoint(
         batch_size=size,
         median_ms=1e3 * found[0.5],
@@ -154,7 +156,7 @@ def point(lane: Lane, size: int) -> LatencyPoint:
         p95_ms=1e3 * found[0.95],
         p99_ms=1e3 * found[0.99],
         images_per_second=size / found[0.5],
-        joules_per_image=lane.joules / len(lane.times) / size if lane.energy else None,
+        joules_per_image=joules if math.isfinite(joules) else None,  # the counter may fail in the middle
     )
 
 

@@ -69,10 +69,10 @@ class Lane:
     def _calls(self, seconds: float) -> list[float]:
         """Call for about `seconds`, at least once; return the time of each call in seconds."""
         call, clock = self.call, self.clock
-        times = []
+        times = list[float]()
         now = clock()
         end = now + seconds
-        while now < end:
+        while now < end or not times:  # of seconds too few for the clock one call is left
             call()
             before, now = now, clock()
             times.append(now - before)
