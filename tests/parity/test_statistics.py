@@ -88,6 +88,14 @@ def test_images_needed_for_common_rates() -> None:
     assert [images_needed(rate) for rate in (0.01, 0.002, 0.001)] == [299, 1497, 2995]
 
 
+@pytest.mark.parametrize("rate", [1e-300, 1e-310, math.ulp(0.0)])
+def test_no_rate_is_too_small_for_a_number(rate: float) -> None:
+    """`--max-flip-rate 1e-310` ended in a traceback."""
+    assert images_needed(rate) > 1e300
+    with pytest.raises(ValueError, match="n=1000: no count of flips proves"):
+        flips_allowed(1000, rate)
+
+
 @given(st.integers(0, 400), st.integers(0, 400))
 @settings(max_examples=200)
 def test_mcnemar_equals_scipy(b: int, c: int) -> None:

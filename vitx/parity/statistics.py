@@ -1,6 +1,7 @@
 """The statistics of a certificate (docs/maths.md §6), in numpy alone: a machine that serves has no scipy."""
 
 import math
+import sys
 
 import numpy as np
 
@@ -38,7 +39,8 @@ def images_needed(max_flip_rate: float) -> int:
     """The smallest n for which no flip at all proves a flip rate of at most `max_flip_rate`."""
     if not 0 < max_flip_rate < 1:
         raise ValueError(f"max_flip_rate={max_flip_rate}: expected 0 < max_flip_rate < 1")
-    needed = max(1, math.ceil(math.log1p(-CONFIDENCE) / math.log1p(-max_flip_rate)))
+    images = math.log1p(-CONFIDENCE) / math.log1p(-max_flip_rate)
+    needed = max(1, math.ceil(min(images, sys.float_info.max)))  # of a rate of 1e-310 it is infinite
     return needed if clopper_pearson_upper(0, needed) <= max_flip_rate else needed + 1
 
 
