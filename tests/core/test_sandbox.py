@@ -150,6 +150,16 @@ def test_how_a_process_died(code: int | None, text: str) -> None:
     assert (str(caught.value), caught.value.exit_code, process.joined) == (f"converting died {text}", 1, 1)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a pipe is no file there")
+def test_a_process_may_die_in_the_middle_of_its_answer() -> None:
+    """Of this multiprocessing raises an OSError, which passed for one of the conversion's."""
+    ours, theirs = multiprocessing.Pipe()
+    os.write(theirs.fileno(), (1000).to_bytes(4) + b"the beginning of an answer of 1,000 bytes")
+    theirs.close()
+    with pytest.raises(ConversionCrashed, match="^converting died of SIGKILL$"):
+        sandbox._wait("converting", Ended(-signal.SIGKILL), ours, time.monotonic() + 60, math.inf, 60)
+
+
 def test_an_answer_is_taken_though_the_time_is_over() -> None:
     ours, theirs = multiprocessing.Pipe()
     theirs.send(("result", 5))

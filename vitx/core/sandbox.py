@@ -130,7 +130,7 @@ def _wait(
         if connection.poll(_POLL_SECONDS):
             try:
                 answer: tuple[str, Any] = connection.recv()
-            except EOFError:
+            except (EOFError, OSError):  # the second of an answer that is cut in its middle
                 process.join()
                 raise ConversionCrashed(f"{title} died{_cause(process.exitcode)}") from None
             process.join()
