@@ -123,6 +123,57 @@ def test_plain_attention_is_not_touched(graph_of: Graphs) -> None:
     assert fused.skipped == {}
 
 
+MIXED = """
+<ir_version: 10, opset_import: ["": 20]>
+mixed (float[B,4,4,8] q, float[B,4,4,8] k, float[B,4,4,8] v) => (float[B,4,4,8] out)
+<int64[3] view = {VIEW}, int64[4] maps = {-1, 4, 4, 4}> {
+  query = Transpose<perm = [0, 2, 1, 3]>(q)
+  key = Transpose<perm = [0, 2, 3, 1]>(k)
+  value = Transpose<perm = [0, 2, 1, 3]>(v)
+  scores = MatMul(query, key)
+  map = Softmax(scores)
+  rows = Reshape(map, view)
+  product = MatMul(weight, rows)
+  biased = Add(product, bias)
+  after = Reshape(biased, maps)
+  heads = MatMul(after, value)
+  out = Transpose<perm = [0, 2, 1, 3]>(heads)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("view", "bias", "reason"),
+    [
+        ("-1, 4, 16", (4, 1), None),
+        ("-1, 4, 16", (1, 4, 1), None),
+        ("-1, 4, 4", (4, 1), "what stands around its softmax is no mix over heads"),
+        ("-1, 4, 16", (1,), "a mix of its 4 heads is (4, 4), its bias (1,)"),
+        ("-1, 4, 16", (4, 16), "a mix of its 4 heads is (4, 4), its bias (4, 16)"),
+    ],
+)
+def test_what_only_looks_like_a_mix_over_heads_stays(view: str, bias: tuple[int, ...], reason: str | None) -> None:
+    """Four tokens and four heads: a view as (B·H, N, N) mixes queries, and had been taken for a mix over heads."""
+    plain, random = onnx.parser.parse_model(MIXED.replace("VIEW", view)), np.random.default_rng(0)
+    values = {"weight": random.standard_normal((4, 4), "f4"), "bias": random.standard_normal(bias, "f4")}
+    plain.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    fused = fuse_reattention(plain)
+    assert ([*fused.skipped.values()], len(fused.fused)) == (([], 1) if reason is None else ([reason], 0))
+    feeds = {name: random.standard_normal((2, 4, 4, 8), "f4") for name in "qkv"}
+    (expected,) = ReferenceEvaluator(plain).run(None, feeds)
+    (found,) = ReferenceEvaluator(with_definitions(fused.model)).run(None, feeds)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_bias_for_each_pair_of_tokens_is_none_of_heads() -> None:
+    """Four heads and two tokens: a row of four numbers had been taken for one of each head."""
+    text = MIXED.replace("B,4,4,8", "B,2,4,8").replace("VIEW", "-1, 4, 4").replace("-1, 4, 4, 4", "-1, 4, 2, 2")
+    plain = onnx.parser.parse_model(text)
+    values = {"weight": np.eye(4, dtype="f4"), "bias": np.arange(4, dtype="f4")}
+    plain.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    assert [*fuse_reattention(plain).skipped.values()] == ["a mix of its 4 heads is (4, 4), its bias (4,)"]
+
+
 @pytest.mark.parametrize("operator", ["Reattention", "TalkingHeads"])
 def test_definitions_against_float64(operator: Operator) -> None:
     """ONNX's reference evaluator runs the function; the formula is computed term by term."""

@@ -8,6 +8,7 @@ Of each image `out_h = (Σ_g weight_hg softmax(s)_g + bias_h) value_h`, where s 
 TalkingHeads mixed by `scores_weight` and `scores_bias` in the same way. A TensorRT engine runs them by a plugin.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -176,7 +177,7 @@ class _Matcher:
 
         The kernel adds the bias to the mixed maps in registers, where it costs nothing.
         """
-        heads, _, width = shape
+        heads, tokens, width = shape
         try:
             join = self._only_reader(out, "Reshape")
             add = self._only_reader(join.output[0], "Add")
@@ -187,9 +188,11 @@ class _Matcher:
         except (_NoMatch, StopIteration, ValueError):
             return None
         joined_value = self.producer.get(value)
-        # It must sum these values over tokens, and the constant (C,) must repeat one number for each head.
+        # It must sum these values (B, N, C) over tokens, and the constant (C,) must repeat one number for each head.
         same_value = joined_value is not None and sums.input[0] == joined_value.input[0]
-        over_tokens = len(sums.input) == 2 and self.flow.array(sums.input[1]).tolist() == [1]
+        of_values = self.flow.shapes.get(sums.input[0], ())[1:] == (tokens, heads * width)
+        axes = sums.input[1] if len(sums.input) == 2 and of_values else ""
+        over_tokens = axes in self.flow.constants and self.flow.array(axes).tolist() == [1]
         if not (same_value and over_tokens and attribute(sums, "keepdims", 1) and np.ptp(per_head, axis=1).max() == 0):
             return None
         return _RankOne(join, add, per_head[:, 0])
@@ -226,13 +229,15 @@ class _Matcher:
 
     def _mix(self, product: NodeProto, bias: str | None, maps: str, mixed: str) -> Mix:
         """Weight (H, H) and bias (H,) of a matched mix of `maps` into `mixed`; both must have one shape."""
-        shape = self.flow.shapes.get(maps, ())
-        if product.input[0] not in self.flow.constants or len(shape) != 4 or self.flow.shapes.get(mixed) != shape:
+        shape, flat, after = (self.flow.shapes.get(name, ()) for name in (maps, product.input[1], mixed))
+        heads, *sides = (size or 0 for size in shape[1:4] or (0,))
+        # Of (B, H, N·N): where H is N too, another view of the maps would have a mix of queries.
+        of_heads = len(shape) == 4 and flat[1:] == (heads, math.prod(sides)) and after == shape
+        if product.input[0] not in self.flow.constants or not of_heads:
             raise _NoMatch("what stands around its softmax is no mix over heads")
-        heads = shape[1]
         weight = self.flow.array(product.input[0]).astype(np.float32)
-        column = np.zeros(weight.shape[0], np.float32) if bias is None else self.flow.array(bias).astype(np.float32)
-        if weight.shape != (heads, heads) or column.size != heads:
+        column = np.zeros((heads, 1), np.float32) if bias is None else self.flow.array(bias).astype(np.float32)
+        if weight.shape != (heads, heads) or column.shape not in ((heads, 1), (1, heads, 1)):
             raise _NoMatch(f"a mix of its {heads} heads is {weight.shape}, its bias {column.shape}")
         return weight, column.reshape(-1)
 
