@@ -116,3 +116,12 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_a_part_of_a_graph_may_have_two_inputs(tmp_path: Path) -> None:
+    """The parts that a reproduction of a crash tries: an error of this function passed for the crash it looks for."""
+    sides = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 5, 4]) for name in "abc"]
+    graph = helper.make_graph([helper.make_node("Add", ["a", "b"], ["c"])], "sum", sides[:2], sides[2:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), str(tmp_path / "model.onnx"))
+    files = openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    assert [path.name for path in files] == ["model.bin", "model.xml"]

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,14 +42,18 @@ def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
         step = "compile the graph"
         try:
             compiled = core.compile_model(ir, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_MMAP": False})
-            (images,) = compiled.inputs
-            size = [dim.get_length() for dim in list(images.get_partial_shape())[1:]]
             for batch in CHECKED_BATCHES:
                 step = f"run the graph on a batch of {batch}"
-                compiled([np.zeros((batch, *size), images.get_element_type().to_dtype())])
+                compiled([_zeros(given, batch) for given in compiled.inputs])
         except RuntimeError as error:
             raise _refused(step, error) from None
     return sorted(folder.iterdir())
+
+
+def _zeros(given: Any, batch: int) -> np.ndarray:
+    """For an input of a graph, of which a part, as a reproduction tries, may have several."""
+    sizes = [batch if size.is_dynamic else size.get_length() for size in given.get_partial_shape()]
+    return np.zeros(sizes, given.get_element_type().to_dtype())
 
 
 def _refused(step: str, error: RuntimeError, remedy: str = "") -> InputError:
