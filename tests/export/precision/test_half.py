@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from vitx.core.errors import CheckFailed
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.graph.execution import logits_of
 from vitx.export.precision.half import HALVES, LARGEST, NUMPY_TYPES, SMALLEST, HalfGraph, cpu_twin
@@ -238,6 +239,44 @@ def test_the_type_of_a_result_is_named_where_a_node_names_one(kind: int, dtype: 
         **{f"{name}/rounded": kind for name in ("pixels", "x", "eye", "filled", "third", "seven", "logits/half")},
         **dict.fromkeys(("pixels", "x", "eye", "filled", "third", "seven", "logits/half"), FLOAT),
     }
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_constants_that_name_no_type_get_the_half_type(kind: int, dtype: Any) -> None:
+    """A number, numbers and the zeros of a shape are float32 unless a node says more: the graph could not be loaded."""
+    made = [
+        *(node("Constant", "", "two", value_float=2.0), node("Constant", "", "three", value_floats=[3.0] * 48)),
+        *(node("Shape", "x", "shape"), node("ConstantOfShape", "shape", "zeros")),
+        *(node("Mul", "x two", "a"), node("Mul", "a three", "b"), node("Add", "b zeros", "logits")),
+    ]
+    half = checked(HalfGraph(Dataflow(graph_of(made)), kind).build(()))
+    found = {name: value for name, value in types_given(half).items() if name in ("two", "three", "zeros")}
+    expected = {"two": [2.0], "three": [3.0] * 48, "zeros": [0.0]}
+    assert found == {name: ("", np.dtype(dtype), values) for name, values in expected.items()}
+    images = np.ones((2, 4, 4, 3), np.uint8)
+    assert logits_of(checked(cpu_twin(half)), images).tolist() == [[6.0] * 48] * 2
+
+
+def test_nodes_of_one_name_get_names_of_their_own() -> None:
+    """Also where the name with the node's place behind it is another node's."""
+    chain = [("x", "r", "relu_4"), ("r", "s", "relu"), ("s", "logits", "relu")]
+    made = [helper.make_node("Relu", [source], [target], name=name) for source, target, name in chain]
+    names = [each.name for each in Dataflow(graph_of(made)).nodes]
+    assert names[2:] == ["relu_4", "relu", "relu_4_4"]
+
+
+def test_a_graph_with_a_branch_is_refused() -> None:
+    """What its branches read of this graph is in no list of inputs: constants of theirs would be left out."""
+    sides = [helper.make_tensor_value_info("y", FLOAT, ["N", 48])]
+    branch = helper.make_graph([helper.make_node("MatMul", ["x", "W"], ["y"])], "branch", [], sides)
+    chosen = node("If", "flag", "logits", then_branch=branch, else_branch=branch)
+    graph = graph_of([chosen], flag=np.array(True), W=np.eye(48, dtype=np.float32))
+    with pytest.raises(CheckFailed) as refused:
+        Dataflow(checked(graph))
+    assert str(refused.value) == (
+        "the node 'LOGITS' is a branch or a loop (If), which no lower precision is written into: export in fp32, or "
+        "take a network without one"
+    )
 
 
 def test_every_node_of_the_twin() -> None:

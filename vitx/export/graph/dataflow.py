@@ -26,11 +26,13 @@ class Dataflow:
     """A graph taken apart: uniquely named nodes, constants, inferred element types and shapes.
 
     `assemble` makes a graph of other nodes and constants with the same inputs, outputs and metadata. Raises
-    CheckFailed, naming the tensor, for a frozen batch and for weights that are not finite.
+    CheckFailed, naming the tensor or the node, for a frozen batch, for weights that are not finite, and for a branch or
+    a loop.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         _require_dynamic_batch(model.graph)
+        _require_one_graph(model.graph)
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         _require_finite(self.constants)
         self.nodes = _named(model.graph.node)
@@ -131,7 +133,7 @@ def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     for index, node in enumerate(nodes):
         copy = deepcopy(node)
         copy.name = node.name or f"{node.op_type}_{index}"
-        if copy.name in seen:
+        while copy.name in seen:
             copy.name = f"{copy.name}_{index}"
         seen.add(copy.name)
         copies.append(copy)
@@ -163,6 +165,16 @@ def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
             raise CheckFailed(
                 f"the batch of '{value.name}' is frozen ({given}): trace the graph with a dynamic batch, its precision "
                 "is measured on batches of several sizes"
+            )
+
+
+def _require_one_graph(graph: onnx.GraphProto) -> None:
+    """What a graph within a node reads of this one is in no list of that node's inputs."""
+    for node in graph.node:
+        if any(given.HasField("g") or given.graphs for given in node.attribute):
+            raise CheckFailed(
+                f"the node '{node.name or node.output[0]}' is a branch or a loop ({node.op_type}), which no lower precision is written "
+                "into: export in fp32, or take a network without one"
             )
 
 

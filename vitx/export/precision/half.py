@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, cast, named_tensor
 
@@ -117,6 +117,12 @@ class _HalfWriter:
 
     def _retype(self, node: onnx.NodeProto) -> None:
         """Where a node names the type of its result (Cast, ConstantOfShape, …), name the half type."""
+        # Two forms of constants are float32 without a word: plain numbers, and the zeros of a ConstantOfShape.
+        numbers = [given for given in node.attribute if given.name in ("value_float", "value_floats")]
+        if numbers or (node.op_type == "ConstantOfShape" and not node.attribute):
+            value = helper.get_attribute_value(numbers[0]) if numbers else [0.0]
+            del node.attribute[:]
+            node.attribute.append(helper.make_attribute("value", named_tensor("", np.asarray(value, np.float32))))
         for given in node.attribute:
             if given.name in ("to", "dtype") and given.i == TensorProto.FLOAT:
                 given.i = self.element_type
@@ -134,7 +140,8 @@ def _is_float32_only(node: onnx.NodeProto, index: int) -> bool:
 
 
 def _convert(tensor: TensorProto, dtype: np.dtype[Any]) -> None:
-    tensor.CopyFrom(named_tensor(tensor.name, onnx.numpy_helper.to_array(tensor).astype(dtype)))
+    with np.errstate(over="ignore"):  # as for constants that are no nodes
+        tensor.CopyFrom(named_tensor(tensor.name, onnx.numpy_helper.to_array(tensor).astype(dtype)))
 
 
 def cpu_twin(model: onnx.ModelProto) -> onnx.ModelProto:
