@@ -13,7 +13,14 @@ from vitx.core.preprocess import UInt8Array
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.graph.execution import logits_of
 from vitx.export.precision.acceptance import Bounds, Judge, SamplingPlan, agreement_of
-from vitx.export.precision.calibration import MIN_IMAGES, PERCENTILE, Activations, require_images, split_images
+from vitx.export.precision.calibration import (
+    MIN_IMAGES,
+    PERCENTILE,
+    Activations,
+    observe,
+    require_images,
+    split_images,
+)
 from vitx.export.precision.placement import find_layers
 from vitx.export.precision.qdq import QuantizedGraph
 
@@ -123,10 +130,24 @@ def test_a_bias_beside_tiny_weights_is_kept() -> None:
     found = constants(quantized.build(["product", "second"], {"x": Activations(127.0, 127.0, -127.0)}, "max"))
     values = found["b/of product/quantized"] * found["b/of product/scale"].astype(np.float64)
     np.testing.assert_allclose(values, b, rtol=1e-3, atol=0.01)
-    raised, own = found["W/axis1/of product/scale"], found["W/axis1/scale"]
+    raised, own = found["W/axis1/scale"], found["W/axis1/again/scale"]
     assert raised[1] >= abs(b[1]) / 2**30 > own[1]
     np.testing.assert_array_equal(np.delete(raised, 1), np.delete(own, 1))
     np.testing.assert_array_equal(found["b/of product/scale"], raised)
+
+
+@pytest.mark.parametrize("target", ["cpu", "tensorrt"])
+@pytest.mark.parametrize("per_tensor", [(), ("first", "second")])
+def test_one_weight_of_two_layers_runs_in_8_bits(target: Any, per_tensor: tuple[str, ...]) -> None:
+    """Of one set of codes for both ONNX Runtime says "Attempt to replace the existing tensor" without VNNI."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "W"], ["h"], name="first"),
+        helper.make_node("MatMul", ["h", "W"], ["logits"], name="second"),
+    ]
+    graph, images = graph_of(nodes, W=weight(48, 48)), np.random.default_rng(0).integers(0, 256, (4, 4, 4, 3), np.uint8)
+    quantized, expected = QuantizedGraph(Dataflow(graph), "int8", target), logits_of(graph, images)
+    built = quantized.build(["first", "second"], observe(graph, ["x", "h"], images), "max", per_tensor)
+    assert np.abs(logits_of(built, images) - expected).max() < 0.1 * expected.std()
 
 
 NOT_LAYERS: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {

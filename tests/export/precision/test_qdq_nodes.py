@@ -262,9 +262,9 @@ def test_every_node_of_a_quantised_graph(target: Any) -> None:
     built = QuantizedGraph(Dataflow(graph), "int8", target).build(["G", "LOGITS", "H"], ranges, "max")
     onnx.checker.check_model(built, full_check=True)
     biases = target == "cpu"
-    first = [of_constant("V/axis1"), of_constant("W/axis0")]
+    first = [of_constant(tag) for tag in ("V/axis1", "V/axis1/again", "W/axis0")]
     if biases:
-        first = [of_constant(tag) for tag in ("V/axis1", "c/of H", "W/axis0", "b/of LOGITS")]
+        first = [of_constant(tag) for tag in ("V/axis1", "c/of H", "V/axis1/again", "W/axis0", "b/of LOGITS")]
     assert nodes_of(built) == [
         *first,
         ("Cast", ["images"], "pixels"),
@@ -272,7 +272,7 @@ def test_every_node_of_a_quantised_graph(target: Any) -> None:
         *qdq("x"),
         ("MatMul", ["x/dequantized", "V/axis1/dequantized"], "h"),
         ("Add", ["h", "c/of H/dequantized" if biases else "c"], "s"),
-        ("Gemm", ["x/dequantized", "V/axis1/dequantized"], "g"),
+        ("Gemm", ["x/dequantized", "V/axis1/again/dequantized"], "g"),
         ("Sub", ["s", "g"], "d"),
         *qdq("d"),
         ("Gemm", ["d/dequantized", "W/axis0/dequantized", "b/of LOGITS/dequantized" if biases else "b"], "logits"),
@@ -284,7 +284,8 @@ def test_every_node_of_a_quantised_graph(target: Any) -> None:
     axes = {each.output[0]: [a.i for a in each.attribute] for each in built.graph.node if "/deq" in each.output[0]}
     of_biases = {"c/of H/dequantized": [0], "b/of LOGITS/dequantized": [0]} if biases else {}
     activations: dict[str, list[int]] = {"x/dequantized": [], "d/dequantized": []}
-    assert axes == {"V/axis1/dequantized": [1], "W/axis0/dequantized": [0], **activations, **of_biases}
+    of_weights = {"V/axis1/dequantized": [1], "V/axis1/again/dequantized": [1], "W/axis0/dequantized": [0]}
+    assert axes == {**of_weights, **activations, **of_biases}
     held = {tensor.name: numpy_helper.to_array(tensor) for tensor in built.graph.initializer}
     tags = [tag.partition("/deq")[0] for _, _, tag in first]
     assert held.keys() == {

@@ -238,8 +238,7 @@ class _QdqWriter:
         value = np.broadcast_to(self.flow.array(layer.bias[1]).reshape(-1), channels).astype(np.float64)
         least = (np.abs(value) / (unit * 2.0**30)).astype(np.float32)
         weight = self.quantized.weight(layer.weight, layer.channel_axis, least)
-        raised = weight is not self.quantized.weight(layer.weight, layer.channel_axis)
-        tag = f"{layer.weight}/axis{layer.channel_axis}" + (f"/of {layer.node}" if raised else "")
+        tag = f"{layer.weight}/axis{layer.channel_axis}"
         codes = _int_codes(value / (unit * weight["scale"]), 2**31 - 1, np.int32)
         return (
             self._constant(tag, weight["codes"], weight["scale"], layer.channel_axis),
@@ -247,12 +246,17 @@ class _QdqWriter:
         )
 
     def _constant(self, tag: str, codes: npt.NDArray[Any], scale: npt.NDArray[np.float32], axis: int | None) -> str:
-        """A quantised constant after its DQ, one node for all its readers."""
+        """A quantised constant after its DQ, for one reader.
+
+        Each layer that reads a weight has codes of its own: ONNX Runtime makes uint8 of them for each, by their name,
+        where the processor has no VNNI, and refuses the second of one name.
+        """
+        while f"{tag}/quantized" in self.constants:
+            tag += "/again"
+        self.constants[f"{tag}/quantized"] = named_tensor(f"{tag}/quantized", codes)
+        inputs = [f"{tag}/quantized", *self._parameters(tag, scale, np.zeros(scale.shape, codes.dtype))]
         back = f"{tag}/dequantized"
-        if f"{tag}/quantized" not in self.constants:
-            self.constants[f"{tag}/quantized"] = named_tensor(f"{tag}/quantized", codes)
-            inputs = [f"{tag}/quantized", *self._parameters(tag, scale, np.zeros(scale.shape, codes.dtype))]
-            self.first.append(helper.make_node("DequantizeLinear", inputs, [back], name=f"dequantize {tag}", axis=axis))
+        self.first.append(helper.make_node("DequantizeLinear", inputs, [back], name=f"dequantize {tag}", axis=axis))
         return back
 
     def _parameters(self, tag: str, scale: npt.NDArray[np.float32], zero_point: npt.NDArray[Any]) -> list[str]:
