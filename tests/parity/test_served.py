@@ -17,6 +17,7 @@ import pytest
 
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.probabilities import log_softmax
 from vitx.core.sandbox import verb_command
 from vitx.parity import served
 from vitx.parity.served import ServedComparison, classify_all, compare_served, serving
@@ -96,8 +97,18 @@ def test_the_server_s_numbers_are_compared_in_log_probabilities() -> None:
 def test_a_probability_of_nought_is_a_large_error_and_no_infinity() -> None:
     found = compared(answers(image4={0: 0.0, 1: 0.25, 2: 0.75}, image5={2: 1.0}))
     assert found.flips == ()
-    assert found.max_error == pytest.approx(float(np.finfo(np.float32).max), rel=1e-6)
+    assert found.max_error == pytest.approx(math.log(0.25) - math.log(sys.float_info.min))
     assert math.isfinite(found.mean_error)
+
+
+@pytest.mark.parametrize("logit", [-720.0, -800.0])
+def test_a_probability_that_no_float_holds_is_none_of_the_server_s_errors(logit: float) -> None:
+    """e⁻⁸⁰⁰ is 0 in a float64, and e⁻⁷²⁰ has five digits: a server that computes as the reference does had failed."""
+    images, session = numbered_images([0], CLASSES), TableSession(np.array([[0.0, logit, -1.0]]))
+    exact = np.exp(log_softmax(np.array([[0.0, logit, -1.0]])))[0]
+    with server([dict(enumerate(exact.tolist()))]) as (url, _):
+        found = compare_served(url, session, images, PIXEL, max_logit_error=1e-6, quiet=True)
+    assert found.failures(1.0) == ()
 
 
 def test_answers_are_in_the_order_of_the_images() -> None:

@@ -2,8 +2,10 @@
 
 import http.client
 import json
+import math
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -25,6 +27,7 @@ from vitx.runtimes.session import Session
 
 # Requests at a time: enough that the server forms batches.
 CONNECTIONS = 8
+LEAST = math.log(sys.float_info.min)
 START_SECONDS = 120.0
 REQUEST_SECONDS = 60.0
 
@@ -75,7 +78,8 @@ def compare_served(
     blocks = images.batches(preprocessing, REFERENCE_BATCH)
     expected = log_softmax(np.concatenate([infer(reference, block, REFERENCE_BATCH) for block in blocks]))
     moved = np.flatnonzero(expected.argmax(axis=1) != answers.argmax(axis=1))
-    error = np.abs(np.where(np.isfinite(answers), answers, np.finfo(np.float32).min) - expected)
+    # A probability below the least normal number is rounded to few digits or to 0: no server can say it better.
+    error = np.abs(np.maximum(answers, LEAST) - np.maximum(expected, LEAST))
     return ServedComparison(
         images=len(images),
         flips=tuple(images.keys[row] for row in moved),
