@@ -16,7 +16,7 @@ from vitx.bench.autotune import best_setting, core_splits, tune
 from vitx.bench.open_loop import OpenLoopRun, _OpenLoop, poisson_arrivals, run_open_loop
 from vitx.bench.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
 from vitx.bench.timing import Lane, percentiles
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import LATENCY, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Setting
 from vitx.core.preprocess import UInt8Array
@@ -353,6 +353,17 @@ def test_settings_near_the_fastest_have_four_turns_more(tiny_bundle: Bundle, mon
     assert turns == [*rates, *[(2, 1, 4), (2, 1, 16)] * 4]
     assert [setting.images_per_second for setting in tuning.tried] == [*rates.values()]
     assert tuning.best.median_ms == pytest.approx(320)
+
+
+def test_nothing_is_tuned_where_a_damaged_record_could_not_take_it(tiny_bundle: Bundle) -> None:
+    """It was read when all was measured, and what was found was lost."""
+    (tiny_bundle.path / LATENCY).write_text('{"format_version": 1, "machines": {}, "sha256": "0"}')
+
+    def load(threads: int) -> Session:
+        raise AssertionError("nothing is loaded")
+
+    with pytest.raises(CheckFailed, match=r"latency\.json was changed after it was written .* remove it, and run"):
+        tune(tiny_bundle, load, cores=2, quiet=True)
 
 
 def test_instances_of_several_threads_have_their_own_sessions() -> None:

@@ -31,6 +31,7 @@ def tune(bundle: Bundle, load: LoadWithThreads, *, cores: int, quiet: bool = Fal
 
     load: loads the bundle in a session of that many threads.
     """
+    bundle.latency()  # raises for a damaged record, to which nothing could be added afterwards
     shape = image_shape(bundle)
     images = random_images(max(BATCH_SIZES), shape)
     with ExitStack() as opened:
