@@ -355,6 +355,17 @@ def test_settings_near_the_fastest_have_four_turns_more(tiny_bundle: Bundle, mon
     assert tuning.best.median_ms == pytest.approx(320)
 
 
+@pytest.mark.parametrize("seconds", [math.inf, 1e12])
+def test_an_offline_run_without_an_end_is_refused(seconds: float) -> None:
+    """`--scenario offline --seconds inf` ended in a traceback, and of 1e12 s all memory would have been queries."""
+    settings = ScenarioSettings(ServeOptions(max_batch=4).batching, seconds, p99=5.0)
+    with pytest.raises(InputError) as refused:
+        run_scenario("offline", answer, IMAGES, settings)
+    assert str(refused.value) == (
+        f"offline for {seconds:g} s: expected at most 1,000,000 queries of 8 images, give a shorter time"
+    )
+
+
 def test_nothing_is_tuned_where_a_damaged_record_could_not_take_it(tiny_bundle: Bundle) -> None:
     """It was read when all was measured, and what was found was lost."""
     (tiny_bundle.path / LATENCY).write_text('{"format_version": 1, "machines": {}, "sha256": "0"}')

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from vitx.bench.open_loop import OpenLoopRun, ask, poisson_arrivals, run_open_loop
+from vitx.bench.open_loop import MOST_ARRIVALS, OpenLoopRun, ask, poisson_arrivals, run_open_loop
 from vitx.bench.timing import Lane, percentiles
-from vitx.core.errors import CheckFailed, unknown_name
+from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.files import Record
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batching.batcher import Batcher
@@ -67,10 +67,19 @@ def parse_scenarios(text: str) -> tuple[Scenario, ...]:
 
 
 def offline(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
-    """All images are there at once: images per second, through the batcher."""
+    """All images are there at once: images per second, through the batcher.
+
+    Raises InputError for a time in which more than `MOST_ARRIVALS` queries would be made, before they are.
+    """
     batching, size = settings.batching, len(images)
     pilot = asyncio.run(_all_at_once(infer, images, size, batching))
-    count = max(size, round(size / pilot * settings.seconds))
+    queries = settings.seconds / pilot
+    if queries > MOST_ARRIVALS:
+        raise InputError(
+            f"offline for {settings.seconds:g} s: expected at most {MOST_ARRIVALS:,} queries of {size} images, give a "
+            "shorter time"
+        )
+    count = max(size, round(size * queries))
     elapsed = asyncio.run(_all_at_once(infer, images, count, batching))
     return ScenarioResult(scenario="offline", value=count / elapsed, unit="images/s", images=count)
 
