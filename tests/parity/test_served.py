@@ -111,6 +111,13 @@ def test_a_probability_that_no_float_holds_is_none_of_the_server_s_errors(logit:
     assert found.failures(1.0) == ()
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_an_answer_that_is_no_number_is_a_large_error_of_which_json_can_tell(score: float) -> None:
+    found = compared(answers(image4={0: score, 1: 0.25, 2: 0.5}))
+    assert 0.25 < found.max_error < math.inf
+    assert math.isfinite(found.mean_error)
+
+
 def test_answers_are_in_the_order_of_the_images() -> None:
     scores = [{0: (i + 1) / 32, 1: 0.5, 2: 0.5 - (i + 1) / 32} for i in range(11)]
     with server(scores) as (url, _):

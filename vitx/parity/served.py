@@ -79,7 +79,7 @@ def compare_served(
     expected = log_softmax(np.concatenate([infer(reference, block, REFERENCE_BATCH) for block in blocks]))
     moved = np.flatnonzero(expected.argmax(axis=1) != answers.argmax(axis=1))
     # A probability below the least normal number is rounded to few digits or to 0: no server can say it better.
-    error = np.abs(np.maximum(answers, LEAST) - np.maximum(expected, LEAST))
+    error = np.abs(np.where(np.isfinite(answers), answers, LEAST).clip(LEAST) - expected.clip(LEAST))
     return ServedComparison(
         images=len(images),
         flips=tuple(images.keys[row] for row in moved),
