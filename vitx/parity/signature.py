@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,7 @@ def check_private_key(private_key: Path) -> None:
 
 
 def _signer(private_key: Path) -> Any:
-    signing = _package().signing.Config()
-    try:
-        return signing.use_elliptic_key_signer(private_key=private_key)
-    except (AttributeError, OSError, TypeError, ValueError) as error:
-        raise _no_key("private", private_key, error) from None
+    return _with_key(_package().signing.Config().use_elliptic_key_signer, private_key=private_key)
 
 
 def require_signature(path: Path, public_key: Path) -> None:
@@ -54,10 +51,7 @@ def require_signature(path: Path, public_key: Path) -> None:
     """
     path = path.resolve()  # of a relative one the package would look for what is left out below the bundle itself
     verifying = _package().verifying.Config().set_hashing_config(_hashing(path))
-    try:
-        verifying.use_elliptic_key_verifier(public_key=public_key)
-    except (AttributeError, OSError, TypeError, ValueError) as error:
-        raise _no_key("public", public_key, error) from None
+    _with_key(verifying.use_elliptic_key_verifier, public_key=public_key)
     if not (path / SIGNATURE).is_file():
         raise CheckFailed(f"'{path}' is not signed, and a signature is required: export it with --sign KEY")
     try:
@@ -67,9 +61,18 @@ def require_signature(path: Path, public_key: Path) -> None:
         raise CheckFailed(f"the signature of '{path}' does not hold for '{public_key}': {_reason(error)}") from None
 
 
-def _no_key(kind: str, path: Path, error: Exception) -> InputError:
-    why = "it is of RSA or another kind" if isinstance(error, AttributeError) else error  # which has no curve
-    return InputError(f"'{path}' is no {kind} key of an elliptic curve (P-256, P-384, P-521), in PEM: {why}")
+def _with_key(use: Callable[..., Any], **key: Path) -> Any:
+    """Call `use` with a key, by its name; raise InputError for a file that is no such key."""
+    from cryptography.exceptions import UnsupportedAlgorithm  # of the package itself
+
+    try:
+        return use(**key)
+    except (AttributeError, OSError, TypeError, UnsupportedAlgorithm, ValueError) as error:
+        ((name, path),) = key.items()
+        kind = name.replace("_", " ")
+        why = "it is of RSA or another kind" if isinstance(error, AttributeError) else error  # which has no curve
+        wanted = f"no {kind} of an elliptic curve (P-256, P-384, P-521), in PEM"
+        raise InputError(f"'{path}' is {wanted}: {why}") from None
 
 
 def _hashing(path: Path) -> Any:

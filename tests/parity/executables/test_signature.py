@@ -1,5 +1,6 @@
 """`vitx export --sign KEY` and `--require-signature PUBLIC_KEY`: whose bundle it is, by OpenSSF's model-signing."""
 
+import base64
 import importlib.util
 import json
 import subprocess
@@ -151,6 +152,22 @@ def test_keys_that_are_none_are_refused(witnessed: Bundle, keys: Keys, tmp_path:
     with pytest.raises(InputError, match=other_kind):
         require_signature(witnessed.path, wrong.public)
     assert not (witnessed.path / SIGNATURE).exists()
+
+
+def test_a_key_of_a_curve_that_nobody_knows_is_refused(witnessed: Bundle, keys: Keys, tmp_path: Path) -> None:
+    """c2pnb176w1 in the place of P-256: the package cryptography has an error of its own for it, and no other base."""
+    p256, other = bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2a8648ce3d030004")
+    odd = Keys(tmp_path / "odd.pem", tmp_path / "odd.pub")
+    for path, name in zip(keys, ("PRIVATE", "PUBLIC"), strict=True):
+        text = base64.encodebytes(base64.b64decode("".join(path.read_text().splitlines()[1:-1])).replace(p256, other))
+        (tmp_path / f"odd{path.suffix}").write_text(
+            f"-----BEGIN {name} KEY-----\n{text.decode()}-----END {name} KEY-----\n"
+        )
+    why = r"\(P-256, P-384, P-521\), in PEM: Curve 1\.2\.840\.10045\.3\.0\.4 is not supported$"
+    with pytest.raises(InputError, match=rf"odd\.pem' is no private key of an elliptic curve {why}"):
+        sign_bundle(witnessed, odd.private)
+    with pytest.raises(InputError, match=rf"odd\.pub' is no public key of an elliptic curve {why}"):
+        require_signature(witnessed.path, odd.public)
 
 
 def test_without_the_package_its_extra_is_named(signed: Bundle, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
