@@ -156,7 +156,7 @@ def test_a_process_may_die_in_the_middle_of_its_answer() -> None:
     ours, theirs = multiprocessing.Pipe()
     os.write(theirs.fileno(), (1000).to_bytes(4) + b"the beginning of an answer of 1,000 bytes")
     theirs.close()
-    with pytest.raises(ConversionCrashed, match="^converting died of SIGKILL$"):
+    with pytest.raises(ConversionCrashed, match=r"^converting died of SIGKILL$"):
         sandbox._wait("converting", Ended(-signal.SIGKILL), ours, time.monotonic() + 60, math.inf, 60)
 
 

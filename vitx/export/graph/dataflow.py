@@ -173,8 +173,8 @@ def _require_one_graph(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         if any(given.HasField("g") or given.graphs for given in node.attribute):
             raise CheckFailed(
-                f"the node '{node.name or node.output[0]}' is a branch or a loop ({node.op_type}), which no lower precision is written "
-                "into: export in fp32, or take a network without one"
+                f"the node '{node.name or node.output[0]}' is a branch or a loop ({node.op_type}), which no lower "
+                "precision is written into: export in fp32, or take a network without one"
             )
 
 
