@@ -162,7 +162,7 @@ def test_what_only_looks_like_a_mix_over_heads_stays(view: str, bias: tuple[int,
     feeds = {name: random.standard_normal((2, 4, 4, 8), "f4") for name in "qkv"}
     (expected,) = ReferenceEvaluator(plain).run(None, feeds)
     (found,) = ReferenceEvaluator(with_definitions(fused.model)).run(None, feeds)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found, "f4"), np.asarray(expected, "f4"), atol=1e-5)
 
 
 def test_a_bias_for_each_pair_of_tokens_is_none_of_heads() -> None:
