@@ -1,38 +1,25 @@
-"""Studies: the table against numpy, studies that are continued, runs that are killed, fail or are stopped."""
+"""Studies at minimal size: those that are continued, runs that were killed, and what is refused."""
 
 import fcntl
-import inspect
 import json
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import training_jobs
 from cli_fixture import Vitx
-from epoch_row import epoch_row
 from server_process import HANG
 from training_jobs import metrics_of
-from vitx.core.errors import InputError
-from vitx.core.panels import png
 from vitx.train import train
-from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.recipes.recipe import apply_overrides
-from vitx.train.recipes.registry import RECIPES, get_recipe, resolve_recipe
-from vitx.train.study.result import MeanStd, Score, StudyResult, Variant, last_layers, rows_of
+from vitx.train.recipes.registry import get_recipe, resolve_recipe
+from vitx.train.study.result import StudyResult, Variant
 from vitx.train.study.study import Study
-from vitx.train.study.study_figures import draw_study
 from vitx.train.study.trials import Runner, Trial
-from vitx.train.study.variants import PUBLISHED, STUDIES, ablation_variants, depth_variants
+from vitx.train.study.variants import STUDIES, depth_variants
 
 TINY = (
     "model.kwargs.embed_dim=8",
@@ -45,103 +32,6 @@ TINY = (
     "losses.contrastive=0",
 )
 EPOCHS = 8
-VARIANTS = [Variant("none", ("losses.cosine=0",), {"cosine": 0.0}), Variant("cosine", (), {"cosine": 1.0}, 82.0)]
-
-
-def scores(rng: np.random.Generator, blocks: int, seeds: int = 3) -> list[Score]:
-    return [
-        Score(
-            variant=variant.name,
-            seed=seed,
-            epochs=2,
-            top1=rng.uniform(),
-            best_top1=rng.uniform(),
-            nll=rng.uniform(),
-            cos_sim=tuple(rng.uniform(size=blocks)),
-            attention_std=tuple(rng.uniform(size=blocks)),
-            loss_by_epoch=(1.5, 1.25)[: 1 + seed],
-            top1_by_epoch=(0.5, 0.75)[: 1 + seed],
-            seconds=1.5,
-        )
-        for seed in range(seeds)
-        for variant in VARIANTS
-    ]
-
-
-def test_the_rows_are_what_numpy_says() -> None:
-    runs = scores(np.random.default_rng(0), 24)
-    first, second = rows_of(VARIANTS, runs)
-    none, cosine = ([run for run in runs if run.variant == name] for name in ("none", "cosine"))
-    top1 = np.array([[run.top1 for run in group] for group in (none, cosine)])
-    similarity = np.array([run.cos_sim for run in cosine])
-    spread = np.array([run.attention_std for run in cosine])
-    assert first.gain is None
-    assert (second.top1.mean, second.top1.std) == pytest.approx((top1[1].mean(), top1[1].std(ddof=1)), rel=1e-12)
-    difference = top1[1] - top1[0]
-    assert second.gain is not None
-    assert (second.gain.mean, second.gain.std) == pytest.approx((difference.mean(), difference.std(ddof=1)), rel=1e-12)
-    for found, expected in (
-        (second.cos_sim_last_block, similarity[:, -1]),
-        (second.cos_sim_last_layers, similarity[:, 18:].mean(axis=1)),
-        (second.attention_std_last_layers, spread[:, 18:].mean(axis=1)),
-    ):
-        assert found is not None
-        assert (found.mean, found.std) == pytest.approx((expected.mean(), expected.std(ddof=1)), rel=1e-12)
-    assert second.cos_sim_by_block == pytest.approx(similarity.mean(axis=0), rel=1e-12)
-    assert (second.seeds, second.published_top1) == ((0, 1, 2), 82.0)
-
-
-def test_gains_pair_equal_seeds_and_rows_without_runs_are_left_out() -> None:
-    runs = scores(np.random.default_rng(1), 0)
-    (row,) = rows_of(VARIANTS, [run for run in runs if run.variant == "cosine"])
-    assert row.gain is row.cos_sim_last_block is row.attention_std_last_layers is None
-    _, row = rows_of(VARIANTS, [run for run in runs if run.variant == "cosine" or run.seed == 1])
-    by_name = {(run.variant, run.seed): run.top1 for run in runs}
-    assert row.gain == MeanStd(mean=by_name["cosine", 1] - by_name["none", 1], std=None)
-    assert row.gain is not None
-    assert "±" not in row.gain.text()
-
-
-@pytest.mark.parametrize(("blocks", "count"), [(1, 1), (2, 1), (7, 1), (8, 2), (12, 3), (24, 6)])
-def test_the_last_layers_are_the_last_quarter(blocks: int, count: int) -> None:
-    assert list(last_layers(range(blocks))) == list(range(blocks))[blocks - count :]
-
-
-def test_the_ablation_has_the_rows_of_the_papers_table() -> None:
-    recipe = apply_overrides(get_recipe("digits-deit"), ["losses.cosine=0.3"])
-    baseline, *variants = ablation_variants(recipe)
-    as_deit = apply_overrides(recipe, baseline.overrides)
-    assert (as_deit.mixup.mixup, as_deit.mixup.cutmix, as_deit.cutmix.probability) == (0.8, 1, 0)
-    assert (baseline.published, as_deit.losses.need_tokens) == (81.8, False)
-    assert len({tuple(variant.factors.values()) for variant in variants}) == len(variants) == 8
-    for variant in variants:
-        losses = apply_overrides(recipe, variant.overrides).losses
-        on = tuple(name for name in ("cosine", "contrastive", "mixing") if getattr(losses, name))
-        assert variant.name == ("+".join(on) or "none")
-        assert losses.cosine in (0, 0.3)
-        assert variant.published == PUBLISHED.get(on)
-    assert [variant.published for variant in variants].count(None) == 2  # none of the losses, and all
-    assert ablation_variants(get_recipe("digits-deit"))[2].factors["cosine"] == 1.0
-
-
-def test_a_depth_is_one_network_of_one_kind_of_attention() -> None:
-    variants = depth_variants((6, 12))
-    assert [variant.name for variant in variants][:3] == ["6-plain", "6-talking-heads", "6-re-attention"]
-    kwargs = apply_overrides(get_recipe("digits-deepvit"), variants[5].overrides).model.kwargs
-    assert (kwargs["depth"], kwargs["attention"]) == (12, "re-attention")
-
-
-def test_published_numbers_are_those_of_the_recipes() -> None:
-    """The recipes' docstrings quote the same tables."""
-    quoted = {"losses": ("patchvit-b-12", "patchvit-b-24"), "talking-heads": ("patchvit-b-12",)}
-    quoted |= {"finetune": ("patchvit-b-12-384",), "depth": ("deepvit-16", "deepvit-24", "deepvit-32")}
-    base = apply_overrides(get_recipe("digits-deit"), ["model.initial_checkpoint=run"])
-    for kind, names in quoted.items():
-        variants = depth_variants((16, 24, 32)) if kind == "depth" else STUDIES[kind].variants(base)  # type: ignore[index]
-        text = " ".join(inspect.getdoc(RECIPES[name]) or "" for name in names)
-        numbers = {f"{variant.published:.{2 if kind == 'depth' else 1}f}" for variant in variants if variant.published}
-        assert numbers
-        assert all(number in text for number in numbers), (kind, numbers)
 
 
 @pytest.mark.parametrize("kind", ["losses", "methods", "talking-heads", "finetune", "kernel-size", "precision"])
@@ -187,29 +77,6 @@ def test_fine_tuning_begins_with_weights(vitx: Vitx, tmp_path: Path) -> None:
     code, _, said = vitx("study", "finetune", "--out", tmp_path / "study", "--set", "model.initial_checkpoint=nowhere")
     assert (code, said.count("\n"), "nowhere" in said) == (2, 1, True)  # before any process is started
     assert not (tmp_path / "study").exists()
-
-
-@pytest.mark.parametrize("kind", STUDIES)
-@pytest.mark.parametrize(("blocks", "seeds"), [(24, 3), (0, 1)])
-def test_every_study_has_a_figure(kind: str, blocks: int, seeds: int) -> None:
-    """Rows may have different depths."""
-    runs = scores(np.random.default_rng(2), blocks, seeds)
-    shallow = {"cos_sim": runs[1].cos_sim[: blocks // 2], "attention_std": runs[1].attention_std[: blocks // 2]}
-    runs[1::2] = [run.model_copy(update=shallow) for run in runs[1::2]]
-    factors = {"depth": 6, "attention": "plain"}
-    rows = [
-        row.model_copy(update={"factors": {**factors, "depth": 6 * i}}) for i, row in enumerate(rows_of(VARIANTS, runs))
-    ]
-    steps = [{"attention_depths": [0, i], "top1": 0.9, "kept": i < 2} for i in range(3)]
-    result = StudyResult.model_construct(study=kind, rows=tuple(rows), runs=tuple(runs), steps=tuple(steps))
-    assert png(draw_study(result)).startswith(b"\x89PNG")
-
-
-def test_the_best_epoch_is_the_one_that_the_recipe_selects() -> None:
-    history = [epoch_row(1, top1=0.95, nll=0.9), epoch_row(2, top1=0.90, nll=0.3), epoch_row(3, top1=0.5, nll=0.5)]
-    best: dict[Any, float] = {metric: Score.of("v", 0, history, metric).best_top1 for metric in ("top1", "nll")}
-    assert best == {"top1": 0.95, "nll": 0.90}
-    assert Score.of("v", 0, history, "nll").top1 == 0.5
 
 
 def tiny_study(out: Path, images: Path) -> Study:
@@ -314,73 +181,6 @@ def test_finished_runs_are_kept_and_other_ones_refused(vitx: Vitx, tmp_path: Pat
     code, _, said = vitx(*command)
     assert code == 2
     assert f"'{first}': it was begun on 18 images of 3 classes, and '{image_folder}' has other ones" in said
-
-
-class Commands(Runner):
-    """Trials whose processes run Python code, by name."""
-
-    codes: dict[str, str]
-
-    def _command(self, trial: Trial) -> list[str]:
-        return [sys.executable, "-c", self.codes[trial.variant], str(self.study)]
-
-
-def trials(*names: str) -> list[Trial]:
-    return [Trial(name, 0, "digits-deit", None, ()) for name in names]
-
-
-def test_a_failed_run_does_not_stop_the_others(tmp_path: Path) -> None:
-    runner = Commands(tmp_path, 1)
-    runner.codes = {
-        "refused": "import sys; print('epoch 1'); sys.exit('error: no disk')",
-        "stopped": "print('stopped by SIGTERM')",
-    }
-    found = {trial.variant: reason for trial, reason in runner.run(trials("refused", "stopped"))}
-    assert found == {"refused": "exit code 1: no disk", "stopped": "exit code 0: stopped by SIGTERM"}
-    assert "epoch 1" in (tmp_path / "logs" / "refused-seed0.log").read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_stops_the_runs_under_way_and_begins_no_other(tmp_path: Path, number: signal.Signals) -> None:
-    assert threading.current_thread() is threading.main_thread()
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests run under nohup
-    code = """
-import signal, sys, time
-from pathlib import Path
-study = Path(sys.argv[1])
-def saved(*_):
-    (study / "saved").touch()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, saved)
-(study / "ready").touch()
-while True:
-    time.sleep(0.1)  # a signal that comes just before a long sleep would wait for its end
-"""
-    runner = Commands(tmp_path, 1)
-    runner.codes = {"sleeps": code, "waits": "open('begun', 'w')"}
-
-    def interrupt() -> None:
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(TrainingStopped, match=number.name), closing(runner.run(trials("sleeps", "waits"))) as outcomes:
-        list(outcomes)
-    thread.join()
-    assert (tmp_path / "saved").exists()
-    assert not (tmp_path / "logs" / "waits-seed0.log").read_text()
-    assert signal.getsignal(number) is before
-
-
-def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
-    with (tmp_path / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="is in use: another study trains there"):
-            list(Commands(tmp_path, 1).run(trials("any")))
 
 
 @pytest.mark.parametrize(
