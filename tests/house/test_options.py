@@ -1,6 +1,7 @@
-"""Every verb's arguments, options and defaults are those of golden/options.json, and docs/options.md lists them.
+"""Every verb's arguments, options and defaults are those of golden/options.json, and docs/options.md lists them; the
+settings of a recipe are those of golden/settings.json.
 
-When a change is meant: `python tests/house/test_options.py --write`, and commit both files with it.
+When a change is meant: `python tests/house/test_options.py --write`, and commit the files with it.
 """
 
 import json
@@ -12,8 +13,10 @@ from typing import Any, get_args, get_origin
 from typer.main import get_command
 
 from vitx.cli import app
+from vitx.train.recipes.settings import all_settings
 
 GOLDEN = Path(__file__).parent / "golden" / "options.json"
+SETTINGS = GOLDEN.with_name("settings.json")
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """# Options
 
@@ -53,6 +56,12 @@ def formatted(options: Options) -> str:
         lines.append(f'"parameters": {_object(parameters, 2)}')
         verbs.append(f"{_json(path)}: {_object(lines, 1)}")
     return _object(verbs, 0) + "\n"
+
+
+def formatted_settings() -> str:
+    """JSON with one line for each setting, as `vitx settings` lists them."""
+    settings = [one._asdict() for one in all_settings()]
+    return _object([f"{_json(one.pop('key'))}: {_json(one)}" for one in settings], 0) + "\n"
 
 
 def _object(members: list[str], indent: int) -> str:
@@ -214,6 +223,10 @@ def test_options_and_defaults_are_the_golden_ones() -> None:
     assert not found, "\n".join(["the command line is not that of golden/options.json", *found, str(__doc__)])
 
 
+def test_the_settings_of_a_recipe_are_the_golden_ones() -> None:
+    assert json.loads(formatted_settings()) == json.loads(SETTINGS.read_text(encoding="utf-8")), __doc__
+
+
 def test_the_page_lists_them() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(read_options()), "python tests/house/test_options.py --write"
 
@@ -240,4 +253,5 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(formatted(read_options()), encoding="utf-8")
+    SETTINGS.write_text(formatted_settings(), encoding="utf-8")
     PAGE.write_text(page(read_options()), encoding="utf-8")

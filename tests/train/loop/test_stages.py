@@ -17,7 +17,7 @@ from vitx.train.loop.distributed.processes import ALONE
 from vitx.train.loop.optimization import build_schedule, describe_rate
 from vitx.train.loop.trainer import Trainer
 from vitx.train.recipes.optimization_settings import Optimizer, Schedule, Stage
-from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
+from vitx.train.recipes.recipe import Recipe
 from vitx.train.recipes.registry import get_recipe
 
 STAGES = 'stages=[{"until":2,"drop_path_rate":0.2}]'
@@ -175,14 +175,3 @@ def test_the_stage_of_each_epoch() -> None:
     recipe = recipe_of(*SHORT, STAGES)
     assert [recipe.stage(epoch).until for epoch in (1, 2, 3, 4)] == [2, 2, 4, 4]
     assert recipe.stage(4) == Stage(until=4, drop_path_rate=0.5)
-
-
-def test_a_recipe_with_a_warm_up_as_a_share_is_read(tmp_path: Path) -> None:
-    recipe = recipe_of(*SHORT, "losses.attention_maps=softmax")
-    text = recipe.model_dump_json().replace('"warmup_epochs":0.5', '"warmup":0.125')
-    (tmp_path / RECIPE_FILE).write_text(text.replace('"attention_maps":"softmax",', ""))
-    assert "attention_maps" not in (tmp_path / RECIPE_FILE).read_text()
-    assert read_recipe(tmp_path) == recipe
-    (tmp_path / RECIPE_FILE).write_text(text.replace('"warmup":0.125', '"warmup":0.51'))
-    with pytest.raises(InputError, match=r"has a warm-up of 0\.51 of the epochs, and half of them is the most"):
-        read_recipe(tmp_path)

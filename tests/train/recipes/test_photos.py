@@ -139,6 +139,8 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
     for each in (found, whole):
         write_json(tmp_path / "recipe.json", each)
         assert resolve_recipe(None, file=tmp_path / "recipe.json") == each
+    file.write_text("[model.kwargs.pair]\nfirst = 1\n")  # a value that is a table has names of its own
+    assert resolve_recipe("digits-deit", file=file).model.kwargs["pair"] == {"first": 1}
     file.write_text('[model]\nname = "resnet18"\n')
     assert resolve_recipe("digits-deit", file=file).model.kwargs == {}
 
@@ -153,6 +155,9 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
         ("x.toml", "optimizer = 3", r"x\.toml: optimizer is a group of settings"),
         ("x.toml", "epochs = ", "cannot be read"),
         ("x.toml", "data = 3", r"x\.toml: data is 3: expected a text, such as the path of a folder of images"),
+        ("x.toml", "data = ''", r"x\.toml: data is '': expected a text, such as the path of a folder of images"),
+        ("x.json", '{"optimizer.lr": 1}', r"x\.json: 'optimizer\.lr' is one name with dots in it: expected a table"),
+        ("x.json", '{"model": {"kwargs.depth": 1}}', r"'model\.kwargs\.depth' is one name with dots in it"),
         ("x.toml", "seed = 1979-05-27", "seed is 1979-05-27: expected a text, a number"),
         ("x.toml", "[model.kwargs]\nx = [07:32:00]", r"model\.kwargs\.x is .*: expected a text, a number"),
         ("x.toml", "[optimizer.kwargs]\neps = inf", r"optimizer\.kwargs has a number that is infinite or NaN"),

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,52 @@ def test_what_older_runs_hold_and_no_network_heeds_is_read(tmp_path: Path) -> No
     plain["model"]["kwargs"] = {"checkpoint_path": "weights.pth"}  # it was heeded
     write_json(tmp_path / "recipe.json", plain)
     with pytest.raises(InputError, match=r"model\.kwargs\.checkpoint_path is no argument"):
+        read_recipe(tmp_path)
+
+
+def test_a_warm_up_that_was_a_share_of_the_epochs_is_read(tmp_path: Path) -> None:
+    plain = RECIPE.model_dump(mode="json")
+    del plain["schedule"]["warmup_epochs"], plain["losses"]["attention_maps"]
+    for share in (0.15, 0.5):
+        plain["schedule"]["warmup"] = share
+        write_json(tmp_path / "recipe.json", plain)
+        found = read_recipe(tmp_path)
+        assert found.schedule.warmup_epochs == share * RECIPE.epochs
+        assert found.losses.attention_maps == "softmax"
+        assert found.changed({"schedule": RECIPE.schedule, "losses": RECIPE.losses}) == RECIPE
+    plain["schedule"]["warmup"] = 0.6
+    write_json(tmp_path / "recipe.json", plain)
+    message = f"^{tmp_path}/recipe.json has a warm-up of 0.6 of the epochs, and half of them is the most: train anew$"
+    with pytest.raises(InputError, match=message):
+        read_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"model": {"name": "deit_digits", "kwargs": None}}, "model.kwargs: Input should be"),
+        ({"model": {"name": "deit_digits", "kwargs": "depth"}}, "model.kwargs: Input should be"),
+        ({"schedule": {"warmup": "half"}}, "schedule.warmup: Extra inputs"),
+        ({"schedule": {"warmup": [0.9]}}, "schedule.warmup: Extra inputs"),
+        ({"schedule": {"warmup": 0.1}, "losses": []}, "losses: Input should be an object"),
+        ({"schedule": {"warmup": 0.1}, "epochs": 10**400}, "schedule.warmup: Extra inputs"),
+        ({"schedule": []}, "schedule: Input should be an object"),
+        ({"epochs": 0}, "epochs: Input should be greater than 0"),
+    ],
+)
+def test_a_damaged_recipe_is_named(tmp_path: Path, changes: dict[str, Any], where: str) -> None:
+    write_json(tmp_path / "recipe.json", RECIPE.model_dump(mode="json") | changes)
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'recipe.json'} is not a valid Recipe: {where}")):
+        read_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "[" * 100_000, "\ud800"])
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'recipe.json'} is not a valid Recipe: the file: ")):
+        read_recipe(tmp_path)
+    (tmp_path / "recipe.json").unlink()
+    with pytest.raises(InputError, match=r"recipe\.json does not exist"):
         read_recipe(tmp_path)
 
 

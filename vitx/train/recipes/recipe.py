@@ -164,7 +164,7 @@ def setting_names() -> list[str]:
 def read_recipe(run: Path) -> Recipe:
     """The `recipe.json` of the run folder `run`; raise InputError when it is missing or not valid."""
     path, share = run / RECIPE_FILE, 0.0
-    with contextlib.suppress(OSError, *UNUSABLE):  # of a damaged file: below it is said what is wrong
+    with contextlib.suppress(OSError, *UNUSABLE):  # read_record says below what is wrong with the file
         plain = json.loads(path.read_bytes())
         for name in UNHEEDED_ARGUMENTS:
             plain["model"]["kwargs"].pop(name, None)

@@ -42,6 +42,8 @@ def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
 
 def _check_keys(plain: dict[str, Any], prefix: str = "") -> None:
     for key, value in plain.items():
+        if "." in key:
+            raise InputError(f"'{prefix}{key}' is one name with dots in it: expected a table in place of each dot")
         if isinstance(value, dict) and not prefix.endswith("kwargs."):
             _check_keys(value, f"{prefix}{key}.")
         else:

@@ -86,12 +86,11 @@ def resolve_recipe(
     goes_on = stored is not None and stored.name == name
     if stored is not None and goes_on:
         recipe = stored
-    if data == "":  # such as of a variable that is not set
-        raise InputError("--data is an empty text: expected the path of a folder of images, or leave it out")
-    data = data or settings.get("data") or None  # a recipe for any images has an empty one
-    if not isinstance(data, str | None):
-        raise InputError(f"--recipe {file}: data is {data}: expected a text, such as the path of a folder of images")
-    if data is not None and recipe.on_data(data).data != recipe.data:
+    given = f"--recipe {file}: data" if data is None else "--data"
+    data = settings.get("data", recipe.data) if data is None else data
+    if not isinstance(data, str) or (recipe.data and not data):  # empty such as of a variable that is not set
+        raise InputError(f"{given} is {data!r}: expected a text, such as the path of a folder of images")
+    if data and recipe.on_data(data).data != recipe.data:
         recipe = recipe.on_data(data)
     if not recipe.data:
         raise InputError(f"recipe '{name}' has no images of its own: give --data FOLDER, with a folder for each class")
