@@ -40,6 +40,8 @@ WITH_LOSSES = ("losses.contrastive=1", "losses.mixing=1", "losses.cosine=0")
 # Without the losses of patches and their CutMix; DeiT, the baseline, mixes pixels instead.
 WITHOUT_LOSSES = (*(f"losses.{name}=0" for name in LOSSES), "cutmix.probability=0")
 BASELINE = (*WITHOUT_LOSSES, "mixup.mixup=0.8", "mixup.cutmix=1.0")
+# The network without any of the methods, of which that of a recipe may have one.
+PLAIN = ("model.kwargs.attention=plain", "model.kwargs.feat_scale=false", "model.kwargs.contranorm_scale=0")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def ablation_variants(recipe: Recipe) -> list[Variant]:
     for count in range(len(LOSSES) + 1):
         for on in itertools.combinations(LOSSES, count):
             weights = {name: weight if name in on else 0.0 for name, weight in _weights(recipe).items()}
-            overrides = tuple(f"losses.{name}={weight:g}" for name, weight in weights.items())
+            overrides = tuple(f"losses.{name}={weight}" for name, weight in weights.items())
             factors = {"mixed": "patches", **weights}
             variants.append(Variant("+".join(on) or "none", overrides, factors, PUBLISHED.get(on)))
     return variants
@@ -137,13 +139,14 @@ def methods_variants(recipe: Recipe) -> list[Variant]:
     """
     methods: dict[str, tuple[str, ...]] = {
         "plain": (),
-        **{f"{name}-loss": (f"losses.{name}={weight:g}",) for name, weight in _weights(recipe).items()},
+        **{f"{name}-loss": (f"losses.{name}={weight}",) for name, weight in _weights(recipe).items()},
         **{name: (f"model.kwargs.attention={name}",) for name in METHODS},
         "feat-scale": ("model.kwargs.feat_scale=true",),
         "contranorm": ("model.kwargs.contranorm_scale=0.2",),
     }
     methods["mixing-loss"] += ("cutmix.probability=1",)
-    return [Variant(name, (*WITHOUT_LOSSES, *overrides), {"method": name}) for name, overrides in methods.items()]
+    common = (*PLAIN, *WITHOUT_LOSSES)
+    return [Variant(name, (*common, *overrides), {"method": name}) for name, overrides in methods.items()]
 
 
 def kernel_size_variants(_recipe: Recipe) -> list[Variant]:
