@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from vitx.bench.options import BenchOptions
 from vitx.cli import app as verbs
-from vitx.cli.options import Command, from_records
+from vitx.cli.options import Command, from_records, require_effect
 from vitx.core.errors import InputError
 from vitx.core.options import Options, comma_separated, number_range, option
 from vitx.export.options import EngineOptions, ExportOptions
@@ -108,6 +108,44 @@ def test_a_text_may_be_empty_and_the_current_folder_be_named() -> None:
     assert bake("", "--racks", "", "--tin", ".")["tins"] == ["."]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ray", "cakes"),
+    [
+        (("--ray", "plum"), "local", ["plum"]),
+        (("plum", "--ray"), "local", ["plum"]),
+        (("--ray", "auto", "plum"), "auto", ["plum"]),
+        (("--ray", "local", "plum"), "local", ["plum"]),
+        (("--ray", "ray://head:10001", "plum"), "ray://head:10001", ["plum"]),
+        (("--ray", "head:6379", "plum"), "head:6379", ["plum"]),
+        (("--ray", "./head:6379", "plum"), "local", ["./head:6379", "plum"]),
+        (("--ray", "automatic"), "local", ["automatic"]),
+        (("--ray=elsewhere", "plum"), "elsewhere", ["plum"]),
+    ],
+)
+def test_ray_takes_an_address_and_leaves_anything_else(arguments: tuple[str, ...], ray: str, cakes: list[str]) -> None:
+    app = typer.Typer(add_completion=False)
+    found: list[tuple[str | None, list[str]]] = []
+
+    @app.command(cls=Command)
+    def command(cakes: list[str], ray: Annotated[str | None, typer.Option("--ray")] = None) -> None:
+        found.append((ray, cakes))
+
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert found == [(ray, cakes)]
+
+
+def test_an_option_without_an_effect_is_named() -> None:
+    require_effect(Bake(heat=200.0, hot_air=0), {"heat"}, "when cold")  # what is given as its default is no mistake
+    require_effect(Bake(), set(), "when cold")
+    for options, flag in (
+        (Bake(heat=200.0), "--celsius"),
+        (Bake(hot_air=3), "--hot-air"),
+        (Bake(range_=(1, 2)), "--minutes"),
+    ):
+        with pytest.raises(InputError, match=f"^{flag} has no effect when cold$"):
+            require_effect(options, {"fan", "tins"}, "when cold")
+
+
 def test_the_help_names_one_variable_for_all() -> None:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -154,6 +192,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
         (f"trays = {'1' * 5000}", "cannot be read as TOML: Exceeds the limit"),
         ("trays = true", "trays = true: expected a value, it is not a flag"),
         ("config = 'other.toml'", "unknown option in --config .*'config'"),
+        ("cake = true", "cake = true: expected a value, it is not a flag"),
         ('minutes = "9:4"', r"--config .*bake\.toml: --minutes 9:4: expected a number such as 4, or a "),
         ("trays = 0", r"--config .*bake\.toml: --trays 0: "),
         ('celsius = "hot"', r"--config .*bake\.toml: --celsius hot: "),

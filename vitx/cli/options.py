@@ -128,7 +128,7 @@ def from_records(verb: str) -> Callable[[Callable[..., None]], Callable[..., Non
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        given = inspect.signature(command, eval_str=True)
+        given = inspect.signature(command)
         records = {one.name: one.annotation for one in given.parameters.values() if _is_record(one.annotation)}
         parameters = [_parameter("context", typer.Context, inspect.Parameter.empty)]
         for one in given.parameters.values():
