@@ -70,8 +70,47 @@ def test_the_last_layers_are_the_last_quarter(blocks: int, count: int) -> None:
     assert list(last_layers(range(blocks))) == list(range(blocks))[blocks - count :]
 
 
-def test_the_best_epoch_is_the_one_that_the_recipe_selects() -> None:
-    history = [epoch_row(1, top1=0.95, nll=0.9), epoch_row(2, top1=0.90, nll=0.3), epoch_row(3, top1=0.5, nll=0.5)]
-    best: dict[Any, float] = {metric: Score.of("v", 0, history, metric).best_top1 for metric in ("top1", "nll")}
-    assert best == {"top1": 0.95, "nll": 0.90}
-    assert Score.of("v", 0, history, "nll").top1 == 0.5
+def test_a_score_is_of_the_last_epoch_and_of_the_one_that_the_recipe_selects() -> None:
+    history: list[dict[str, Any]] = [
+        epoch_row(1, top1=0.95, nll=0.9, seconds=1.04) | {"losses": {"total": 3.0}},
+        epoch_row(2, top1=0.90, nll=0.3, seconds=2.0) | {"losses": {"total": 2.5}},
+        epoch_row(3, top1=0.5, nll=0.5, seconds=4.02)
+        | {"losses": {"total": 1.5, "cosine": 1.0}, "cos_sim": [0.1, 0.2], "attention_std": [0.3, 0.4]},
+    ]
+    best: dict[Any, float] = {"top1": 0.95, "nll": 0.90}
+    for metric, top1 in best.items():
+        assert Score.of("plain", 7, history, metric) == Score(
+            variant="plain",
+            seed=7,
+            epochs=3,
+            top1=0.5,
+            best_top1=top1,
+            nll=0.5,
+            cos_sim=(0.1, 0.2),
+            attention_std=(0.3, 0.4),
+            loss_by_epoch=(3.0, 2.5, 1.5),
+            top1_by_epoch=(0.95, 0.9, 0.5),
+            seconds=7.1,
+        )
+
+
+def test_a_mean_has_a_deviation_from_two_seeds_on() -> None:
+    assert MeanStd.of([0.25]) == MeanStd(mean=0.25, std=None)
+    assert MeanStd.of([0.25, 0.75]) == MeanStd(mean=0.5, std=0.125**0.5)
+    assert MeanStd(mean=0.5, std=0.25).text() == "0.500 ± 0.250"
+    assert MeanStd(mean=0.5, std=0.25).text(100, 1) == "50.0 ± 25.0"
+    assert MeanStd(mean=0.12345, std=None).text() == "0.123"
+
+
+def test_a_row_says_what_it_changed_and_ran() -> None:
+    runs = scores(np.random.default_rng(3), 2, seeds=2)
+    first, second = rows_of(VARIANTS, runs)
+    assert (first.name, first.factors, first.settings, first.published_top1) == (
+        *("none", {"cosine": 0.0}, ("losses.cosine=0",)),
+        None,
+    )
+    assert (second.name, second.factors, second.settings) == ("cosine", {"cosine": 1.0}, ())
+    own = [run for run in runs if run.variant == "none"]
+    assert first.best_top1 == MeanStd.of([run.best_top1 for run in own])
+    assert first.nll == MeanStd.of([run.nll for run in own])
+    assert first.seeds == (0, 1)
