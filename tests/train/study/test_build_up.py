@@ -8,7 +8,7 @@ import pytest
 from cli_fixture import Vitx
 from vitx.core.errors import CheckFailed
 from vitx.train.study.build_up import Depths, Quality, Replacement, Step, build_up, next_replacement, study_alternet
-from vitx.train.study.result import Score, Variant
+from vitx.train.study.result import Score, StudyResult, Variant
 from vitx.train.study.study import Study
 
 
@@ -109,19 +109,19 @@ class KnownStudy(Study):
             )
 
 
-def known(tmp_path: Path, depths: str) -> Study:
+def known(tmp_path: Path, depths: str, *overrides: str) -> Study:
     return KnownStudy(
         "alternet",
         "digits-alternet",
         tmp_path / "study",
         (0, 1, 2),
-        overrides=(f"model.kwargs.depths={depths}",),
+        overrides=(f"model.kwargs.depths={depths}", *overrides),
         quiet=True,
     )
 
 
 def test_the_study_follows_the_rule_on_means_over_seeds(tmp_path: Path) -> None:
-    result = study_alternet(known(tmp_path, "[1,1,2,2]"))
+    result = study_alternet(known(tmp_path, "[1,1,2,2]", "model.kwargs.num_heads=null"))
     assert [(step["attention_depths"], step["kept"]) for step in result.steps] == [
         ((0, 0, 0, 0), True),
         ((0, 0, 0, 1), True),
@@ -135,7 +135,9 @@ def test_a_step_that_cannot_be_trained_ends_the_study(tmp_path: Path) -> None:
         CheckFailed, match="cannot go on without msa-0-1-0-0-seed0, which failed: exit code 1: no memory"
     ):
         study_alternet(known(tmp_path, "[1,2,1,1]"))
-    assert "no memory" in (tmp_path / "study" / "study.json").read_text()
+    stored = StudyResult.model_validate_json((tmp_path / "study" / "study.json").read_text())
+    assert stored.failed["msa-0-1-0-0-seed0"] == "exit code 1: no memory"
+    assert [step["attention_depths"] for step in stored.steps] == [[0, 0, 0, 0]]
 
 
 def test_the_command_prints_the_steps(vitx: Vitx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,14 +156,24 @@ def test_the_command_prints_the_steps(vitx: Vitx, tmp_path: Path, monkeypatch: p
     assert said.startswith("error: the rule cannot go on without msa-0-1-0-0-seed0")
 
 
-def test_fewer_heads_in_a_later_stage_are_refused(vitx: Vitx, tmp_path: Path) -> None:
-    code, _, said = vitx("study", "alternet", "--out", tmp_path / "study", "--set", "model.kwargs.num_heads=[3,6,12,6]")
-    assert code == 2
-    assert "the rule wants no fewer heads in later stages" in said
-
-
-@pytest.mark.parametrize("heads", ["3", "[3]", '[3, "a", 3, 6.5]'])
-def test_heads_that_no_network_takes_are_refused_before_the_first_step(heads: str, vitx: Vitx, tmp_path: Path) -> None:
-    code, _, said = vitx("study", "alternet", "--out", tmp_path / "study", "--set", f"model.kwargs.num_heads={heads}")
-    assert code == 2
-    assert said.startswith("error: model 'alternet_18_cifar' does not take these arguments: ")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--recipe", "digits-deit"), "model 'deit_digits' is no AlterNet: give --recipe digits-alternet or alternet-"),
+        (
+            ("--set", "model.kwargs.num_heads=[3,6,12,6]"),
+            "model.kwargs.num_heads=[3, 6, 12, 6]: the rule wants no fewer heads in later stages",
+        ),
+        *(
+            (("--set", f"model.kwargs.num_heads={heads}"), "model 'alternet_18_cifar' does not take these arguments")
+            for heads in ("4", "[3,6]", '[3,6,12,"a"]')
+        ),
+    ],
+)
+def test_a_network_that_the_rule_cannot_build_is_refused(
+    vitx: Vitx, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    """Before anything is trained, though the first step has no attention and so no heads."""
+    code, _, said = vitx("study", "alternet", "--out", tmp_path / "study", *words)
+    assert (code, said.startswith(f"error: {message}"), said.count("\n")) == (2, True, 1), said
+    assert not (tmp_path / "study").exists()

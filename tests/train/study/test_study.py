@@ -210,7 +210,6 @@ def test_finished_runs_are_kept_and_other_ones_refused(vitx: Vitx, tmp_path: Pat
         ),
         (("depth", "--depths", "0"), "--depths '0': expected whole numbers from 1 on"),
         (("depth", "--recipe", "digits-alternet"), "model 'alternet_18_cifar' does not take these arguments"),
-        (("alternet", "--recipe", "digits-deit"), "model 'deit_digits' is no AlterNet"),
         (("ablation", "--data", "/nowhere"), "no data at '/nowhere'"),
     ],
 )

@@ -31,7 +31,7 @@ OFF = {"augmentation.smallest_crop": (1,), "distillation.kind": ("hard",), "sche
 def idle_settings(recipe: Recipe) -> list[str]:
     """What of a recipe was changed from its default and has no effect, each with the reason."""
     values = dict(flat_settings(recipe.model_dump()))
-    defaults = {key: field.get_default(call_default_factory=True) for key, field in setting_fields(Recipe)}
+    defaults = {key: field.default for key, field in setting_fields(Recipe)}
     found: dict[str, str] = {}
     for switches, keys in DEPENDENT.items():
         reason = " and ".join(f"{name}={values[name]}" for name in switches)
