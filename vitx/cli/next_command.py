@@ -10,7 +10,7 @@ from vitx.parity.verdict import MAX_FLIP_RATE, provable_rate
 
 def export_of(run: Path | str, images: int | None = None) -> list[object]:
     """`vitx export` of a run; with few evaluation images (of which there are `images`) at the rate that they prove."""
-    command: list[object] = ["vitx", "export", run, "--out", f"{run}.vitx"]
+    command: list[object] = ["vitx", "export", run, "--out", f"{Path(run)}.vitx"]
     try:
         rate = provable_rate(images or len(open_images(RunFolder.open(run).info.data, "val")))
     except VitxError:  # the images are gone: export will say so

@@ -1,6 +1,7 @@
 """What the recipe for photographs chooses, what a run begins from, and settings: from files, and listed."""
 
 import json
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import timm
 
 from cli_fixture import Vitx
+from vitx.cli.settings import as_given
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
 from vitx.core.preprocess import Preprocessing
@@ -51,6 +53,35 @@ def test_size_batch_and_epochs_follow_from_the_images_and_the_machine() -> None:
     assert small.optimizer.lr == 1.8e-4
     assert fitted(photos(), LARGE._replace(on_gpu=False)).preprocessing.image_size == 128
     assert fitted(photos(), SMALL._replace(shorter_side=5)).preprocessing.image_size == 32
+
+
+def test_the_network_is_smaller_on_a_cpu_and_the_rest_follows() -> None:
+    small, large = fitted(photos(), SMALL), fitted(photos(), LARGE)
+    assert small.model.kwargs == {
+        "drop_path_rate": 0.1,
+        "embed_dim": 128,
+        "depth": 6,
+        "num_heads": 4,
+        "patch_size": 8,
+    }
+    assert large.model.kwargs == {"drop_path_rate": 0.1, "patch_size": 16}
+    assert [each.schedule.warmup_epochs for each in (small, large)] == [10, 2]
+    assert (large.optimizer.lr, large.optimizer.layer_decay) == (7.1e-4, 1)  # 5e-4 · √(128/64)
+    sizes = [fitted(photos(), LARGE._replace(images=images)) for images in (800, 1250, 1600)]
+    assert [(each.epochs, each.batch_size) for each in sizes] == [(50, 64), (32, 128), (25, 128)]
+    assert fitted(photos(), LARGE._replace(images=800)).optimizer.lr == 5e-4
+    recipe = photos()
+    assert (recipe.epochs, recipe.batch_size) == (30, 64)
+
+
+def test_a_network_with_weights_sees_milder_images() -> None:
+    begun = apply_overrides(photos(), ["model.initial_checkpoint=timm"])
+    found = fitted(begun, LARGE._replace(images=1000))
+    assert found.augmentation == begun.augmentation.model_copy(
+        update={"smallest_crop": 0.5, "auto_augment": "rand-m4-n1-mstd0.5-inc1", "erasing": 0.0}
+    )
+    assert (found.epochs, found.schedule.warmup_epochs) == (8, 0.8)
+    assert fitted(begun, LARGE).epochs == 5
 
 
 def test_a_network_with_weights_keeps_its_size_and_learns_slowly() -> None:
@@ -217,6 +248,15 @@ def test_every_setting_is_listed_with_type_and_reason(vitx: Vitx) -> None:
     assert vitx("settings", "schedule")[1].count("schedule.") == len(
         [s for s in listed if s.key.startswith("schedule")]
     )
+    shown = vitx("settings")[1]
+    assert "vitx train --set KEY=VALUE" in shown
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in shown.splitlines()]
+    assert ["key", "type", "bounds", "default", "what it is"] in rows
+    cells = {row[0]: row[3] for row in rows if len(row) == 5}
+    named = ("epochs", "optimizer.name", "ema_warmup", "preprocessing.image_size", "optimizer.betas")
+    assert [cells[name] for name in named] == ["the recipe's", "adamw", "true", "the recipe's", "[0.9, 0.999]"]
+    assert as_given("é") == "é"
+    assert as_given(["é"]) == '["é"]'  # as `--set` takes it, not "\\u00e9"
     code, _, said = vitx("settings", "optimizer.rate")
     assert (code, "unknown setting 'optimizer.rate': did you mean" in said) == (2, True)
 

@@ -38,7 +38,7 @@ def result(kind: str, runs: list[Score], steps: list[dict[str, Any]] | None = No
     names = dict.fromkeys(run.variant for run in runs)
     variants = [Variant(name, (), factors) for name, factors in zip(names, FACTORS, strict=False)]
     rows = tuple(rows_of(variants, runs))
-    return StudyResult.model_construct(study=kind, rows=rows, runs=tuple(runs), steps=tuple(steps or ()))  # type: ignore[arg-type]
+    return StudyResult.model_construct(study=kind, rows=rows, runs=tuple(runs), steps=tuple(steps or ()))
 
 
 def lines(axes: Axes) -> list[tuple[list[float], list[float]]]:
@@ -88,7 +88,7 @@ def test_a_row_has_a_mark_for_each_run_and_one_at_their_mean() -> None:
         assert axes.yaxis_inverted()  # the first row is on top
     assert [ticks(axes) for axes in (top1, similarity, spread, blocks)] == [["plain", "mixed"], *[["", ""]] * 3]
     (image,) = blocks.images
-    drawn = np.ma.filled(np.ma.asarray(image.get_array()), np.nan)
+    drawn: Any = np.ma.filled(np.ma.asarray(image.get_array()), np.nan)
     assert_allclose(drawn, [[0.2, 0.3, 0.4, 0.5], [0.1, 0.2, np.nan, np.nan]])
     assert image.get_clim() == (0, 1)
 
@@ -113,10 +113,14 @@ def test_a_kind_of_attention_is_a_line_over_the_depths() -> None:
         ("blocks", "CosSim of patches, last block"),
     ]
     assert [*left.get_xticks()] == [*right.get_xticks()] == [6, 12]
-    for axes, means, half in ((left, [[55, 65], [75, 85]], 5.0), (right, [[0.5] * 2] * 2, 0.1)):
+    panels: tuple[tuple[Axes, Any, float], ...] = (
+        (left, [[55, 65], [75, 85]], 5.0),
+        (right, [[0.5] * 2] * 2, 0.1),
+    )
+    for axes, means, half in panels:
         for bars, label, xs, ys in zip(axes.containers, ("plain", "local"), ([6, 12], [6.3, 12.3]), means, strict=True):
             assert bars.get_label() == label
-            line, _, (collection,) = bars  # type: ignore[misc]  # of an errorbar
+            line, _, (collection,) = bars
             assert_allclose(line.get_xydata(), np.transpose([xs, ys]))
             for segment, y in zip(collection.get_segments(), ys, strict=True):
                 assert_allclose(segment[:, 1], [y - half * 2**0.5, y + half * 2**0.5])

@@ -9,10 +9,18 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from epoch_row import epoch_row
 from vitx.core.errors import InputError
+from vitx.core.files import link_atomically, write_json
+from vitx.core.run import CheckpointState, ModelSpec, RunFolder, RunInfo
+from vitx.data.open import open_splits
+from vitx.train.loop.checkpoint import write_metrics
+from vitx.train.loop.environment import DataRecord, RunEnvironment
 from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.study.trials import Runner, Trial
 
@@ -29,7 +37,7 @@ sys.exit(3)
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitx.train.study.trials.verb_command", lambda *words: [sys.executable, "-c", PROGRAM, *words])
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KEPT", "yes")
 
@@ -141,3 +149,82 @@ def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="is in use: another study trains there"):
             list(Commands(tmp_path, 1).run(trials("any")))
+
+
+def write_epochs(run: RunFolder, history: list[dict[str, Any]]) -> None:
+    """As much of a run as says how far it is: the link `last` is switched when the metrics are written."""
+    folder = run.path / "checkpoints" / f"epoch-{len(history):04}"
+    folder.mkdir(parents=True)
+    state = CheckpointState(epoch=len(history), step=1, best_metric=0.5, best_epoch=1, sha256={"ema.safetensors": "0"})
+    write_json(folder / "state.json", state)
+    write_metrics(run, history)
+    link_atomically(run.checkpoint_path("last"), folder.name)
+
+
+def test_a_run_is_finished_after_its_epochs_or_when_its_patience_ends(tmp_path: Path) -> None:
+    trial = Trial("plain", 0, "digits-deit", None, ("epochs=3", "schedule.warmup_epochs=0"))
+    patient = Trial("plain", 0, "digits-deit", None, (*trial.overrides, "selection.patience=1"))
+    run = RunFolder(tmp_path / "runs" / "plain-seed0")
+    rows = [epoch_row(1, top1=0.5), epoch_row(2, top1=0.25), epoch_row(3, top1=0.75)]
+    assert trial.history(tmp_path) is None
+    write_epochs(run, rows[:1])
+    assert trial.history(tmp_path) is patient.history(tmp_path) is None
+    write_epochs(run, rows[:2])
+    assert trial.history(tmp_path) is None
+    assert patient.history(tmp_path) == rows[:2]
+    write_metrics(run, rows)  # and killed before the link was switched
+    assert trial.history(tmp_path) is None
+    write_epochs(run, rows)
+    assert trial.history(tmp_path) == rows
+
+
+def test_a_run_that_was_begun_otherwise_or_is_damaged_is_refused(tmp_path: Path) -> None:
+    train, val = open_splits("digits")
+    found = {"train": DataRecord.of(train), "val": DataRecord.of(val)}
+    trial = Trial("plain", 0, "digits-deit", None, ("epochs=3",))
+    trial.check_begun(tmp_path, train, found)
+    recipe, folder = trial.resolved(), trial.folder(tmp_path)
+    folder.mkdir(parents=True)
+    info = RunInfo(
+        name="plain",
+        recipe="digits-deit",
+        model=ModelSpec(name="deit_digits", num_classes=10),
+        class_names=train.class_names,
+        preprocessing=recipe.preprocessing,
+        data="digits",
+        seed=0,
+    )
+    write_json(folder / "run.json", info)
+    write_json(folder / "recipe.json", recipe)
+    environment = RunEnvironment.now(torch.device("cpu"), train, val)
+    write_json(folder / "environment.json", environment)
+    trial.check_begun(tmp_path, train, found)
+
+    def refused(other: Trial = trial) -> str:
+        with pytest.raises(InputError) as error:
+            other.check_begun(tmp_path, train, found)
+        return str(error.value)
+
+    longer = Trial("plain", 0, "digits-deit", None, ("epochs=4",))
+    assert refused(longer) == (
+        f"cannot go on with '{folder}': epochs is 3 in the run but 4 was asked for; choose another --out"
+    )
+    other_images = (
+        f"cannot go on with '{folder}': it was begun on {len(train)} images of 10 classes, and 'digits' has other ones "
+        f"({len(train)} of 10); choose another --out"
+    )
+    for split in ("train", "val"):
+        fewer = environment.data[split].model_copy(update={"names_sha256": "0"})
+        changed = environment.model_copy(update={"data": {**environment.data, split: fewer}})
+        write_json(folder / "environment.json", changed)
+        assert refused() == other_images
+    write_json(folder / "environment.json", environment)
+    write_json(folder / "run.json", info.model_copy(update={"class_names": (*train.class_names[:9], "other")}))
+    assert refused() == other_images
+    write_json(folder / "run.json", info)
+    write_epochs(RunFolder(folder), [epoch_row(1)])
+    missing = folder / "checkpoints" / "epoch-0001" / "ema.safetensors"
+    assert refused() == (
+        f"{missing} is missing: the folder is incomplete, make or copy it again; without the folder '{folder}' that "
+        "run is trained again"
+    )

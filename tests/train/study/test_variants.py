@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vitx.core.errors import InputError
 from vitx.train.recipes.recipe import Recipe, apply_overrides, flat_settings
 from vitx.train.recipes.registry import RECIPES, get_recipe
 from vitx.train.study.result import Variant
@@ -173,6 +174,11 @@ def test_fine_tuning_is_on_larger_images_at_a_constant_rate() -> None:
         "schedule.name": "constant",
         "schedule.min_lr": 0,
     }
+
+
+def test_fine_tuning_begins_with_weights() -> None:
+    with pytest.raises(InputError, match=r"^a study of fine-tuning begins with weights: give --set model\.initial_che"):
+        STUDIES["finetune"].variants(DEIT)
 
 
 def test_each_method_is_alone() -> None:
