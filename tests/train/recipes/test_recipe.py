@@ -83,7 +83,7 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
         ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),
         ("model.kwargs.dept=null", r"^model\.kwargs\.dept=null has no effect: timm leaves out what is null"),
         ("optimizer=1", "^optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
-        ("data=elsewhere", "--set data: pass --data PATH instead"),
+        ("data=elsewhere", "^--set data: pass --data PATH instead$"),
         ("epochs", "--set epochs: expected KEY=VALUE"),
         (
             "cutmix.probability=0",
