@@ -192,6 +192,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
         (f"trays = {'1' * 5000}", "cannot be read as TOML: Exceeds the limit"),
         ("trays = true", "trays = true: expected a value, it is not a flag"),
         ("config = 'other.toml'", "unknown option in --config .*'config'"),
+        ("help = true", "unknown option in --config .*'help'"),
         ("cake = true", "cake = true: expected a value, it is not a flag"),
         ('minutes = "9:4"', r"--config .*bake\.toml: --minutes 9:4: expected a number such as 4, or a "),
         ("trays = 0", r"--config .*bake\.toml: --trays 0: "),

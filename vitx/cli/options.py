@@ -253,7 +253,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         flag.lstrip("-").replace("-", "_"): parameter
         for parameter in context.command.params
         for flag in (parameter.opts[:1] if parameter.param_type_name == "option" else [parameter.name or ""])
-        if flag not in ("--config", "--help")
+        if flag != "--config"
     }
     paths = _path_names(context.command)
     defaults: dict[str, Any] = {}
