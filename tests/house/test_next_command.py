@@ -1,8 +1,14 @@
 """The command that a verb prints last."""
 
+from pathlib import Path
+
 import pytest
+from PIL import Image
 
 from vitx.cli.next_command import export_of
+from vitx.core.files import write_json
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import ModelSpec, RunInfo
 
 EXPORT = ["vitx", "export", "runs/x", "--out", "runs/x.vitx"]
 
@@ -21,3 +27,25 @@ def test_a_bundle_is_beside_its_run_whose_name_may_end_with_a_slash() -> None:
 
 def test_without_its_images_the_run_is_exported_as_ever() -> None:
     assert export_of("nowhere/x") == ["vitx", "export", "nowhere/x", "--out", "nowhere/x.vitx"]
+
+
+def test_the_images_are_those_that_the_run_evaluates(tmp_path: Path) -> None:
+    """Two of them, beside three to train on: without a flip they prove 1 − √0.05."""
+    for split, count in (("train", 3), ("val", 2)):
+        for label in ("a", "b"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 8)).save(tmp_path / "images" / split / "ab"[number % 2] / f"{number}.png")
+    run = tmp_path / "x"
+    run.mkdir()
+    info = RunInfo(
+        name="x",
+        recipe="photos",
+        model=ModelSpec(name="deit_digits", num_classes=2),
+        class_names=("a", "b"),
+        preprocessing=Preprocessing(image_size=8),
+        data=str(tmp_path / "images"),
+        seed=0,
+    )
+    write_json(run / "run.json", info)
+    assert export_of(run) == ["vitx", "export", run, "--out", f"{run}.vitx", "--max-flip-rate", "0.777"]
