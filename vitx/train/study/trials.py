@@ -122,7 +122,7 @@ class Runner:
     def _train(self, trial: Trial, lock: int) -> str | None:
         """Train to the end in a separate process; return the reason if it failed, else None."""
         log = self.study / "logs" / f"{trial.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
             with self._lock:
                 if self._stopping:
