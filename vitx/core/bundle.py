@@ -278,9 +278,9 @@ class Bundle:
         try:
             write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
         except OSError as error:
-            free = error.errno in (errno.ENOSPC, errno.EDQUOT) and "free some space, and bench it again"
-            why = f"({error}): {free or 'bench a copy that can be written'}"
-            log(f"vitx: what was measured is not kept in the bundle {why}")
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space, and bench it again" if full else "bench a copy that can be written"
+            log(f"vitx: what was measured is not kept in the bundle ({error}): {remedy}")
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""

@@ -42,8 +42,8 @@ def lost_disk_explained(out: Path) -> Iterator[None]:
     except OSError as error:
         if is_full(error) or error.errno in TOO_MANY_FILES:
             raise
-        remedy = "when the folder is there again, and can be written, run"
-        remedy = f"{TOO_LARGE}, and run" if error.errno == errno.EFBIG else remedy
+        back = "when the folder is there again, and can be written, run"
+        remedy = f"{TOO_LARGE}, and run" if error.errno == errno.EFBIG else back
         raise EnvironmentMissing(
             f"cannot write to '{out}' any more ({error}): {remedy} the same command again; finished shards are kept"
         ) from error

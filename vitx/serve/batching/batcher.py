@@ -250,8 +250,7 @@ class Batcher:
     def _size(self, now: float) -> int:
         """Rows of the next batch: what is enough, halved until it meets the earliest deadline if any size does."""
         whole = size = min(self._enough, self._share(self._queue.rows))
-        deadline = self._queue.earliest_deadline()
-        if deadline is None:
+        if (deadline := self._queue.earliest_deadline()) is None:
             return size
         left = deadline - now - self._wait_seconds(0, now) - self._reply_lag
         while size > 1 and self.curve.at_most(size) > left:

@@ -65,8 +65,12 @@ _SCHEMAS = {
     ),
     "Region": _object("key byte_size", closed=True, key=_TEXT, offset=_COUNT, byte_size=_POSITIVE),
 }
-_IMAGES = {"image/*": _BINARY, _BYTES: _BINARY, _JSON: _list({**_TEXT, "contentEncoding": "base64"}, minItems=1)}
-_IMAGES["multipart/form-data"] = {"type": "object", "additionalProperties": _BINARY}
+_IMAGES = {
+    "image/*": _BINARY,
+    _BYTES: _BINARY,
+    _JSON: _list({**_TEXT, "contentEncoding": "base64"}, minItems=1),
+    "multipart/form-data": {"type": "object", "additionalProperties": _BINARY},
+}
 
 
 def add_path(

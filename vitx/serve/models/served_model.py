@@ -133,9 +133,10 @@ class ServedModel:
 
     def stats(self) -> dict[str, Any]:
         """The model's entry in `/v1/stats`, from which the page draws its charts; counters since the start."""
-        now = {name: sum(getattr(each, name) for each in self._batchers) for name in ("queued", "running")}
+        queued = sum(batcher.queued for batcher in self._batchers)
+        running = sum(batcher.running for batcher in self._batchers)
         counters = {"images": self.metrics.images, "batches": self.metrics.batches}
-        return {"name": self.name, "version": self.version, **counters, **now}
+        return {"name": self.name, "version": self.version, **counters, "queued": queued, "running": running}
 
 
 class InFlight:
@@ -253,8 +254,7 @@ class ModelSet:
             raise unavailable("the server is shutting down", "draining")
         if name is None:
             name = self._only_name()
-        model = self._newest.get(name) if version is None else self.loaded.get((name, version))
-        if model is None:
+        if (model := self._newest.get(name) if version is None else self.loaded.get((name, version))) is None:
             raise self._missing(name, version)
         if (record := CURRENT_RECORD.get()) is not None:
             record.model = name

@@ -191,8 +191,7 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
     """
     bounds = [0.0, *sorted(buckets)]
     counts = [0.0, *(buckets[bound] for bound in bounds[1:])]
-    rank = share * counts[-1]
-    if not rank:
+    if not (rank := share * counts[-1]):
         return None
     place = bisect_left(counts, rank)
     low, high, below = bounds[place - 1], bounds[place], counts[place - 1]

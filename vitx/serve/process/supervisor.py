@@ -57,8 +57,7 @@ class WorkerLink:
 
 def worker_link() -> WorkerLink | None:
     """Return what the parent passed to this process; None if it is not a worker."""
-    given = os.environ.pop(ENVIRONMENT, None)
-    if given is None:
+    if (given := os.environ.pop(ENVIRONMENT, None)) is None:
         return None
     index, listener, parent, grpc_port, started, folder = given.split(" ", 5)
     listening, link = (socket.socket(fileno=int(number)) for number in (listener, parent))

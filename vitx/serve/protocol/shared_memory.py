@@ -110,8 +110,7 @@ class SharedMemory:
             raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
 
     def _find(self, name: str) -> MemoryRegion:
-        region = self._regions.get(name)
-        if region is None:
+        if (region := self._regions.get(name)) is None:
             raise _refused(f"unable to find system shared memory region '{name[:_LONGEST_NAME]}'", status=404)
         return region
 
