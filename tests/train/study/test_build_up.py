@@ -121,7 +121,7 @@ def known(tmp_path: Path, depths: str, *overrides: str) -> Study:
 
 
 def test_the_study_follows_the_rule_on_means_over_seeds(tmp_path: Path) -> None:
-    result = study_alternet(known(tmp_path, "[1,1,2,2]", "model.kwargs.num_heads=null"))
+    result = study_alternet(known(tmp_path, "[1,1,2,2]"))
     assert [(step["attention_depths"], step["kept"]) for step in result.steps] == [
         ((0, 0, 0, 0), True),
         ((0, 0, 0, 1), True),

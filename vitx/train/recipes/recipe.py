@@ -222,9 +222,10 @@ def check_key(key: str) -> None:
     raise unknown_name("setting", key, names)
 
 
-def check_effect(key: str, value: Any) -> None:
-    """Raise InputError for a null among the arguments of the network, even of a name that it does not know."""
-    if value is None and key.startswith("model.kwargs."):
+def check_effect(key: str, value: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise InputError for an argument of the network that is null and not among those that it takes away, `kwargs`."""
+    group, _, name = key.rpartition(".")
+    if value is None and group == "model.kwargs" and name not in kwargs:
         raise InputError(f"{key}=null has no effect: timm leaves out what is null, whatever its name")
 
 
@@ -232,7 +233,7 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
     """Return a copy of `plain` in which `key` has the first reading of `text` that the field's type accepts."""
     problems: list[str] = []
     for value in _readings(text):
-        check_effect(key, value)
+        check_effect(key, value, plain["model"]["kwargs"])
         changed = json.loads(json.dumps(plain))
         *groups, name = key.split(".")
         place = changed

@@ -31,7 +31,7 @@ def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
     """
     given = {key: value for key, value in plain.items() if key not in NOT_OVERRIDABLE}
     try:
-        _check_keys(given)
+        _check_keys(given, recipe)
         return validated(_merged(recipe.model_dump(mode="json"), given))
     except InputError as error:
         raise InputError(f"--recipe {path}: {error}") from None
@@ -40,15 +40,15 @@ def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
         raise InputError(f"--recipe {path} has settings nested too deeply: {expected}") from None
 
 
-def _check_keys(plain: dict[str, Any], prefix: str = "") -> None:
+def _check_keys(plain: dict[str, Any], recipe: Recipe, prefix: str = "") -> None:
     for key, value in plain.items():
         if "." in key:
             raise InputError(f"'{prefix}{key}' is one name with dots in it: expected a table in place of each dot")
         if isinstance(value, dict) and not prefix.endswith("kwargs."):
-            _check_keys(value, f"{prefix}{key}.")
+            _check_keys(value, recipe, f"{prefix}{key}.")
         else:
             check_key(f"{prefix}{key}")
-            check_effect(f"{prefix}{key}", value)
+            check_effect(f"{prefix}{key}", value, recipe.model.kwargs)
             try:
                 json.dumps(value)
             except TypeError:  # TOML has dates and times

@@ -115,7 +115,7 @@ def _stage_depths(study: Study) -> Depths:
     depths = tuple(len(list(stage.children())) for stage in model.stages)
     most = tuple(units // 2 for units in depths)
     build_model(ModelSpec(name=name, num_classes=classes, kwargs={**kwargs, "attention_depths": most}))
-    given = kwargs.get("num_heads", ())  # of each stage that has attention a number, or that network was refused
+    given = kwargs.get("num_heads") or ()  # of each stage that has attention a number, or that network was refused
     heads = [number for number, attention in zip(given, most, strict=False) if attention]
     if heads != sorted(heads):
         raise InputError(f"model.kwargs.num_heads={given}: the rule wants no fewer heads in later stages")
