@@ -217,6 +217,22 @@ def test_in_float16_the_loss_is_scaled_and_a_step_that_overflows_is_skipped() ->
     assert torch.equal(checked, losses["total"]), "the scaler sees to it"
 
 
+def test_a_gradient_that_no_scale_makes_finite_is_told() -> None:
+    """Each step would be skipped to the end of the run, and its loss be finite."""
+    one = stepper("execution.precision=float16")
+    one.network.weight.register_hook(lambda gradient: gradient * float("nan"))
+    kept = one.network.weight.detach().clone()
+    scales, finite = [], []
+    for _ in range(32):
+        scales.append(one.scaler.get_scale())
+        losses, checked = one(1, batch())
+        assert bool(losses["total"].isfinite())
+        finite.append(bool(checked.isfinite()))
+    assert torch.equal(one.network.weight.detach(), kept)
+    assert finite == [scale >= 2**-14 for scale in scales]
+    assert finite == [True] * 31 + [False]
+
+
 def test_the_format_follows_from_recipe_and_device() -> None:
     cuda = torch.device("cuda")
     for choice, on_cpu, on_gpu in (

@@ -21,6 +21,8 @@ from vitx.train.randomness import seed_generators
 from vitx.train.recipes.recipe import Recipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the loss in float16: a gradient that is not finite below it has not overflowed. It is reached in thirty steps.
+SMALLEST_SCALE = 2.0**-14
 
 
 class Objective(nn.Module):
@@ -80,8 +82,10 @@ class Stepper:
         norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip or math.inf)
         # Under FSDP the norm is a DTensor, whose parts `full_tensor` sums up.
         self.gradient_norm = getattr(norm, "full_tensor", lambda: norm)()
-        if not self.scaler.is_enabled():  # the scaler itself skips a step whose gradient overflows
-            checked_total = checked_total + 0 * self.gradient_norm
+        fault = 0 * self.gradient_norm  # NaN where that is not finite
+        if self.scaler.is_enabled():  # which skips a step whose gradient overflows, and halves the scale
+            fault = torch.where(self.scaler.scale(torch.ones_like(fault)) < SMALLEST_SCALE, fault, 0)
+        checked_total = checked_total + fault
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return losses, checked_total
