@@ -4,7 +4,6 @@ Its manifest names every file with its size and digest. So one on a web server o
 what is read there is the manifest's, or is refused.
 """
 
-import errno
 import hashlib
 import importlib.util
 import re
@@ -21,7 +20,7 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError
+from vitx.core.errors import NO_SPACE, CheckFailed, EnvironmentMissing, InputError, VitxError
 from vitx.core.files import (
     Record,
     cache_folder,
@@ -278,7 +277,7 @@ class Bundle:
         try:
             write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in NO_SPACE
             remedy = "free some space, and bench it again" if full else "bench a copy that can be written"
             log(f"vitx: what was measured is not kept in the bundle ({error}): {remedy}")
 

@@ -10,7 +10,8 @@ LISTED_NAMES = 100  # of more, such as timm's thousand networks, an unknown name
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)  # are open
 MORE_FILES = "raise the limit of open files (ulimit -n)"  # of these
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # or one that takes nothing
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # on the disk, or in the user's share of it
+FULL_DISK = (*NO_SPACE, errno.EFBIG, errno.EROFS)  # or one that takes nothing
 TOO_LARGE = "raise the limit of a file's size (ulimit -f)"  # of EFBIG, for which room on the disk is no remedy
 # What a library raises for a value or a file that it cannot use is its own choice.
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -109,6 +109,11 @@ def check_folder(path: Path) -> None:
         raise InputError(f"'{path}' cannot be a folder: '{found}' is none")
 
 
+def is_utf8(name: str) -> bool:
+    """Whether a name is one in UTF-8; of another encoding Python has surrogates in the place of its bytes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def check_file(path: Path, example: str) -> None:
     """Raise InputError or OSError where no file can be written to `path`, before minutes are spent on its content."""
     if path.is_dir():

@@ -12,6 +12,7 @@ from unicodedata import normalize
 import numpy as np
 
 from vitx.core.errors import InputError
+from vitx.core.files import is_utf8
 from vitx.core.preprocess import ImageError, decode
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split, read_piece
 
@@ -109,7 +110,7 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     """
     names, seen = folders_in(folder), set[str]()
     for name in names:
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
+        if not is_utf8(name):
             raise InputError(f"'{folder}' has a folder whose name is not UTF-8, {name!a}: rename it")
         if (composed := normalize("NFC", name)) in seen:
             raise InputError(

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vitx.core.bundle import LATENCY, SIGNATURE, Bundle, is_unfinished
 from vitx.core.errors import CheckFailed, InputError, missing_package
@@ -41,7 +41,7 @@ def check_private_key(private_key: Path) -> None:
 
 
 def _signer(private_key: Path) -> Any:
-    return _with_key(_package().signing.Config().use_elliptic_key_signer, private_key=private_key)
+    return _with_key(_package().signing.Config().use_elliptic_key_signer, "private", private_key)
 
 
 def require_signature(path: Path, public_key: Path) -> None:
@@ -51,7 +51,7 @@ def require_signature(path: Path, public_key: Path) -> None:
     """
     path = path.resolve()  # of a relative one the package would look for what is left out below the bundle itself
     verifying = _package().verifying.Config().set_hashing_config(_hashing(path))
-    _with_key(verifying.use_elliptic_key_verifier, public_key=public_key)
+    _with_key(verifying.use_elliptic_key_verifier, "public", public_key)
     if not (path / SIGNATURE).is_file():
         raise CheckFailed(f"'{path}' is not signed, and a signature is required: export it with --sign KEY")
     try:
@@ -61,16 +61,14 @@ def require_signature(path: Path, public_key: Path) -> None:
         raise CheckFailed(f"the signature of '{path}' does not hold for '{public_key}': {_reason(error)}") from None
 
 
-def _with_key(use: Callable[..., Any], **key: Path) -> Any:
-    """Call `use` with a key, by its name; raise InputError for a file that is no such key."""
+def _with_key(use: Callable[..., Any], kind: Literal["private", "public"], path: Path) -> Any:
+    """Call `use` with the key at `path`; raise InputError for a file that is no such key."""
     try:
-        return use(**key)
+        return use(**{f"{kind}_key": path})
     # What the package's parser raises has no base class but this: a curve that it does not know is none of its own.
     except Exception as error:  # noqa: BLE001
-        ((name, path),) = key.items()
-        kind = name.replace("_", " ")
         why = "it is of RSA or another kind" if isinstance(error, AttributeError) else error  # which has no curve
-        wanted = f"no {kind} of an elliptic curve (P-256, P-384, P-521), in PEM"
+        wanted = f"no {kind} key of an elliptic curve (P-256, P-384, P-521), in PEM"
         raise InputError(f"'{path}' is {wanted}: {why}") from None
 
 

@@ -7,6 +7,7 @@ from typing import cast
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
+from vitx.core.files import is_utf8
 from vitx.core.options import MAX_THREADS
 from vitx.runtimes.requirements import RUNTIMES, require
 from vitx.runtimes.session import Device, Session, device_name
@@ -32,7 +33,7 @@ def load_session(
     lacks the file that the runtime loads; EnvironmentMissing when the device or a package is missing; CheckFailed for a
     plan of another GPU, version or graph.
     """
-    if any("\ud800" <= letter <= "\udfff" for letter in str(bundle.path)):
+    if not is_utf8(str(bundle.path)):
         raise InputError(f"the runtimes take no path that is not UTF-8, as '{bundle.path}': rename that folder")
     chosen = device_name(device)
     if threads is not None:

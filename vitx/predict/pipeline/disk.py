@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitx.core.errors import TOO_LARGE, TOO_MANY_FILES, EnvironmentMissing
+from vitx.core.errors import NO_SPACE, TOO_LARGE, TOO_MANY_FILES, EnvironmentMissing
 
 
 def is_full(error: BaseException) -> bool:
@@ -14,7 +14,7 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         # A write that fails for want of room is often SQLITE_IOERR only.
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in NO_SPACE
 
 
 @contextmanager
