@@ -221,6 +221,20 @@ def test_what_watch_has_loaded_again_is_in_later_workers_too(tmp_path: Path) -> 
         assert statuses(server, "other") == {200}
 
 
+def test_what_two_workers_note_at_once_is_kept(tmp_path: Path) -> None:
+    """One loads a model by `--watch`, which takes no lock, while the other unloads another."""
+    first, second = (Siblings(tmp_path, index) for index in (0, 1))
+    lost = []
+    with first.start_lock, second.start_lock, ThreadPoolExecutor(1) as other:
+        for turn in range(300):
+            loading = other.submit(first.note_unloaded, f"loaded-{turn}", is_unloaded=False)
+            second.note_unloaded(f"unloaded-{turn}", is_unloaded=True)
+            loading.result()
+            lost += [turn] if not first.is_unloaded(f"unloaded-{turn}") else []
+    assert not lost
+    assert not first.is_unloaded("loaded-0")
+
+
 def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None:
     """While one is replaced, and the old one drains."""
 

@@ -74,8 +74,7 @@ class Server:
     ) -> None:
         """A worker has a `link` to its parent."""
         self._options, self._listener, self._link = options, listener, link
-        skipped = set() if link is None else link.siblings.unloaded()
-        first = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
+        first = [it for it in offers if link is None or not link.siblings.is_unloaded(it.bundle.manifest.name)]
         self._pem = read_pem(options)
         observers: list[RequestObserver] = []
         if options.access_log is not None:

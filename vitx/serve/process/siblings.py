@@ -1,18 +1,15 @@
 """Messages between the workers of one parent: each listens on a Unix socket in the parent's temporary folder."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
-from vitx.core.files import write_json
-
 _SUFFIX = ".worker"
 LONGEST_SOCKET = len(f"/vitx-xxxxxxxx/9999-{time.time_ns()}{_SUFFIX}")  # in the temporary folder
-_UNLOADED = "unloaded.json"
 
 Handler = Callable[[str], Awaitable[bytes]]
 
@@ -62,14 +59,16 @@ class Siblings:
             finally:
                 lock.close()
 
-    def unloaded(self) -> set[str]:
-        """The models that clients have unloaded; a worker that starts does not load them."""
-        noted = self._folder / _UNLOADED
-        return set(json.loads(noted.read_text())) if noted.exists() else set()
+    def is_unloaded(self, name: str) -> bool:
+        """Whether a client has unloaded the model: a worker that starts does not load it."""
+        return self._unloaded(name).exists()
 
     def note_unloaded(self, name: str, *, is_unloaded: bool) -> None:
-        names = self.unloaded() | {name} if is_unloaded else self.unloaded() - {name}
-        write_json(self._folder / _UNLOADED, sorted(names))
+        self._unloaded(name).touch() if is_unloaded else self._unloaded(name).unlink(missing_ok=True)
+
+    def _unloaded(self, name: str) -> Path:
+        """A file for each model, as one worker may load one by `--watch` while another unloads another."""
+        return self._folder / f"{sha256(name.encode()).hexdigest()}.unloaded"
 
     async def _on_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError):  # the other side is gone, or is not a worker
