@@ -1,10 +1,10 @@
 """Texts of the command line as values, and what is refused."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import ByteSize
+from pydantic import ByteSize, WrapValidator
 
 from vitx.core.options import (
     CheckpointOption,
@@ -12,6 +12,7 @@ from vitx.core.options import (
     MaxFlipRate,
     Options,
     Threads,
+    byte_size,
     comma_separated,
     number_range,
     option,
@@ -53,6 +54,28 @@ def test_bounds_include_their_ends() -> None:
         with pytest.raises(ValueError, match="trays"):
             Oven(trays=wrong)
     assert Oven().trays == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("1024", 1024), ("7 b", 7), (" 1.5KiB ", 1536), (".5kb", 500), ("2 MiB", 2**21), (3, 3), ("0", 0)],
+)
+def test_a_size_is_bytes_or_has_a_unit(given: str | int, size: int) -> None:
+    assert Shelf(cache=given).cache == size  # type: ignore[arg-type]  # as on the command line
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["1.5", "1,5GiB", "1.5b", "1.5.7", "1GiB,2", "256MiB each", "8 bit", "12 frogs", "256Ki", "-1", "", "²", 1.5],
+)
+def test_no_size(given: str | float) -> None:
+    """pydantic makes one byte of 1,5GiB."""
+    with pytest.raises(ValueError, match="expected bytes, such as 268435456 or 256MiB"):
+        Shelf(cache=given)  # type: ignore[arg-type]
+
+
+class Shelf(Options):
+    cache: Annotated[ByteSize | None, WrapValidator(byte_size)] = option(None, "Cache.", text=True)
 
 
 def test_numbers_that_nobody_means_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Options of a verb as one frozen record: the command line, the environment, `--config` and Python share its fields."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator
 from vitx.core.files import Record
 
 _BEYOND = 2**31
+_SIZE = re.compile(r"\s*(\d+\s*b?|\d*\.?\d+\s*[kmgtpe]\w*)\s*", re.ASCII | re.IGNORECASE)
 MAX_BATCH = 65536  # images
 
 
@@ -119,11 +121,16 @@ def number_range(given: Any) -> Any:
 
 
 def byte_size(given: Any, read: Callable[[Any], Any]) -> Any:
-    """What `read`, pydantic's check of a ByteSize, makes of a value; raise ValueError that says what is expected."""
+    """What `read`, pydantic's check of a ByteSize, makes of a value; raise ValueError that says what is expected.
+
+    That check takes 1,5GiB and 1.5 for one byte: it drops what it cannot read, and the fraction of a byte.
+    """
     try:
-        return read(given)
+        if not isinstance(given, str) or _SIZE.fullmatch(given):
+            return read(given)
     except ValueError:
-        raise ValueError("expected bytes, such as 268435456 or 256MiB") from None
+        pass
+    raise ValueError("expected bytes, such as 268435456 or 256MiB")
 
 
 def parse_batch_sizes(given: Any) -> Any:
