@@ -184,16 +184,30 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(t
     [
         ("trys = 4", "unknown option in --config .*'trys': did you mean trays"),
         ("[oven]\ntrays = 4", "unknown option in --config .*'oven'"),
-        ("[trays]\nx = 4", "'trays' is a table: expected a value, such as trays = 1"),
+        ("[trays]\nx = 4", r'trays = \{"x": 4\}: expected a whole number$'),
         ("trays = ", "cannot be read as TOML"),
         ("tin = ''", r"--config .*bake\.toml: tin = '': it is empty: is a variable not set\?"),
         ("tin = ['a', '']", "tin = '': it is empty"),
         (f"trays = {'[' * 5000}{']' * 5000}", "cannot be read as TOML: maximum recursion depth"),
         (f"trays = {'1' * 5000}", "cannot be read as TOML: Exceeds the limit"),
-        ("trays = true", "trays = true: expected a value, it is not a flag"),
+        (f"racks = [[0x{'f' * 5000}]]", "cannot be read as TOML: Exceeds the limit"),
+        (f"celsius = 0x{'f' * 400}", r"--config .*bake\.toml: --celsius \w+: "),
+        ("trays = true", "trays = true: expected a whole number$"),
+        ("trays = 4.0", r"trays = 4\.0: expected a whole number$"),
+        ("trays = [4]", r"trays = \[4\]: expected a whole number$"),
+        ("celsius = 2026-01-01", 'celsius = "2026-01-01": expected a number$'),
+        ("celsius = nan", r"--config .*bake\.toml: --celsius nan: expected a number below"),
+        ("fan = 1", "fan = 1: expected true or false$"),
+        ("fan = [true]", r"fan = \[true\]: expected true or false$"),
+        ("tin = 1", "tin = 1: expected a text, or a list of them$"),
+        ("tin = [['a']]", r'tin = \[\["a"\]\]: expected a text, or a list of them$'),
+        ("racks = []", r"racks = \[\]: expected a text or a number, or a list of them without commas$"),
+        ("racks = [[1], [2]]", r"racks = \[\[1\], \[2\]\]: expected a text or a number, or a list"),
+        ("racks = ['1,2']", r'racks = \["1,2"\]: expected a text or a number, or a list of them without commas$'),
+        ("racks = [07:30:00]", r'racks = \["07:30:00"\]: expected a text or a number, or a list'),
         ("config = 'other.toml'", "unknown option in --config .*'config'"),
         ("help = true", "unknown option in --config .*'help'"),
-        ("cake = true", "cake = true: expected a value, it is not a flag"),
+        ("cake = true", "cake = true: expected a text or a number, or a list of them"),
         ('minutes = "9:4"', r"--config .*bake\.toml: --minutes 9:4: expected a number such as 4, or a "),
         ("trays = 0", r"--config .*bake\.toml: --trays 0: "),
         ('celsius = "hot"', r"--config .*bake\.toml: --celsius hot: "),
@@ -205,6 +219,18 @@ def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, m
     file.write_text(text)
     with pytest.raises(InputError, match=message):
         bake("plum", "--config", str(file))
+
+
+def test_values_of_a_file_are_those_of_the_command_line(tmp_path: Path) -> None:
+    """Each as TOML has it, or as a text."""
+    file = tmp_path / "bake.toml"
+    file.write_text("celsius = 99\ntrays = '4'\nracks = ['a', 2, 0.5]\ntin = []\nfan = false\nminutes = 7\n")
+    found = bake("plum", "--config", str(file))
+    assert (found["heat"], found["fan"], found["tins"], found["range_"]) == (99, False, [], [7, 7])
+    assert found["oven"] == {"trays": 4, "racks": ["a", "2", "0.5"]}
+    file.write_text("racks = 3\nminutes = '4:9'\ncelsius = '1e2'\ntin = 'a,b'\n")
+    found = bake("plum", "--config", str(file))
+    assert (found["oven"]["racks"], found["range_"], found["heat"], found["tins"]) == (["3"], [4, 9], 100, ["a,b"])
 
 
 def test_bounds_hold_wherever_the_value_comes_from(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import os
 import re
 import tomllib
@@ -20,6 +21,13 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.core.options import Options
 
 _EMPTY = "it is empty: is a variable not set?"
+# By the type of an option: which values it may have in a TOML file beside a text, and how an error calls them.
+_OF_TOML: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((int, float), "a text or a number"),
+}
 
 
 def not_empty(given: str | None) -> str | None:
@@ -87,14 +95,18 @@ class Command(TyperCommand):
                 formatter.write_dl(lines)
 
 
+def _annotations(command: Any) -> dict[str, Any]:
+    parameters = inspect.signature(command.callback, eval_str=True).parameters.values()
+    return {one.name: one.annotation for one in parameters}
+
+
 def _path_names(command: Any) -> set[str]:
     """The parameters of a verb that are paths, by their annotations; also an `out` that may be a URL."""
-    parameters = inspect.signature(command.callback, eval_str=True).parameters.values()
-    return {"out", *(one.name for one in parameters if _has_path(one.annotation))}
+    return {"out", *(name for name, annotation in _annotations(command).items() if _has(annotation, Path))}
 
 
-def _has_path(annotation: Any) -> bool:
-    return annotation is Path or any(map(_has_path, get_args(annotation)))
+def _has(annotation: Any, kind: type) -> bool:
+    return annotation is kind or any(_has(one, kind) for one in get_args(annotation))
 
 
 def _has_empty(value: Any) -> bool:
@@ -246,6 +258,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         return None
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
+        repr(values)  # a hexadecimal number may have more digits than can be printed
     except (OSError, ValueError, RecursionError) as error:  # what TOML, its numbers and UTF-8 raise is a ValueError
         raise InputError(f"--config {path}: cannot be read as TOML: {error}") from None
     # By the name on the command line, with dashes or underscores.
@@ -255,7 +268,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         for flag in (parameter.opts[:1] if parameter.param_type_name == "option" else [parameter.name or ""])
         if flag != "--config"
     }
-    paths = _path_names(context.command)
+    paths, annotations = _path_names(context.command), _annotations(context.command)
     defaults: dict[str, Any] = {}
     for name, value in values.items():
         parameter = known.get(name.replace("-", "_"))
@@ -265,18 +278,25 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             raise InputError(f"--config {path}: '{name}' is there with dashes and with underscores: expected it once")
         if parameter.name in paths and _has_empty(value):
             raise InputError(f"--config {path}: {name} = '': {_EMPTY}")
-        defaults[parameter.name] = _config_value(path, name, value, parameter)
+        defaults[parameter.name] = _config_value(path, name, value, parameter, annotations[parameter.name])
     context.default_map = defaults
     return path
 
 
-def _config_value(path: Path, name: str, value: Any, parameter: Any) -> Any:
-    """A value of a TOML file as typer takes it: several values in a list, one of many as text."""
-    if isinstance(value, dict):
-        raise InputError(f"--config {path}: '{name}' is a table: expected a value, such as {name} = 1")
-    if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
-        raise InputError(f"--config {path}: {name} = {str(value).lower()}: expected a value, it is not a flag")
-    takes_several = getattr(parameter, "multiple", False) or parameter.nargs == -1
-    if takes_several:
-        return value if isinstance(value, list) else [value]
-    return ",".join(map(str, value)) if isinstance(value, list) else value
+def _config_value(path: Path, name: str, value: Any, parameter: Any, annotation: Any) -> Any:
+    """A value of a TOML file as the command line gives it: true, false, a text, or texts; several for one of commas."""
+    types, expected = next((of for kind, of in _OF_TOML.items() if _has(annotation, kind)), ((), "a text"))
+    several = getattr(parameter, "multiple", False) or parameter.nargs == -1
+    values = value if isinstance(value, list) else [value]
+    if all(type(one) in (str, *types) for one in values):
+        texts = [*map(str, values)]
+        joined = ",".join(texts)
+        if several:
+            return texts
+        if not isinstance(value, list):
+            return value if types == (bool,) else joined
+        if _has(annotation, str) and joined.split(",") == texts:  # there is one, and none has a comma
+            return joined
+    if several or _has(annotation, str):
+        expected += f", or a list of them{'' if several else ' without commas'}"
+    raise InputError(f"--config {path}: {name} = {json.dumps(value, default=str)}: expected {expected}")
