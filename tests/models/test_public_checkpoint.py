@@ -164,6 +164,26 @@ def test_damaged_tensors_of_transformers_are_one_error(
         load_public_checkpoint(model, tmp_path / "damaged.bin")
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("head.bias", "module.head.bias"),
+        ("_orig_mod.head.bias", "module._orig_mod.head.bias"),
+        ("classifier.bias", "cls_classifier.bias"),
+        ("vit.layernorm.bias", "layernorm.bias"),
+        ("encoder.layer.0.attention.attention.query.bias", "layers.0.attention.q_proj.bias"),
+        ("blocks.0.attn.qkv.bias", "layers.0.attention.v_proj.bias"),
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path, first: str, second: str) -> None:
+    """The later one of them would be the network's, whichever was meant."""
+    tensors = {name: torch.zeros(4) for name in (first, second)}
+    tensors |= {} if "head" in first else {"vit.embeddings.patch_embeddings.projection.weight": torch.zeros(4)}
+    torch.save(tensors, tmp_path / "two.pth")
+    with pytest.raises(InputError, match=rf"two\.pth' has '{first}' and '{second}', which are one tensor: leave out"):
+        read_weights(tmp_path / "two.pth")
+
+
 def test_another_image_size_is_resized(tmp_path: Path) -> None:
     source, target = randomize(network()), network(img_size=64)
     torch.save(source.state_dict(), tmp_path / "checkpoint.pth")

@@ -5,7 +5,7 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,11 +228,20 @@ def _named(path: Path, tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
     """Without what PyTorch's data parallelism, torch.compile and Lightning's modules put before every name."""
     keys = {key: str(key).removeprefix("_orig_mod.").removeprefix("module.") for key in tensors}
     lightning = "model." if all(name.startswith("model.") for name in keys.values()) else ""
-    plain = {keys[key].removeprefix(lightning).removeprefix("_orig_mod."): value for key, value in tensors.items()}
+    names = {key: name.removeprefix(lightning).removeprefix("_orig_mod.") for key, name in keys.items()}
+    _require_one_of_each(path, names.items())
     try:
-        return _with_timms_names(plain)
+        return _with_timms_names(path, {names[key]: value for key, value in tensors.items()})
     except RuntimeError as error:
         raise InputError(f"queries, keys and values of '{path}' do not fit together: {first_line(error)}") from None
+
+
+def _require_one_of_each(path: Path, names: Iterable[tuple[object, object]]) -> None:
+    """Raise InputError for two tensors of a file, first in each pair, that get the same name, second in it."""
+    keys: dict[object, object] = {}
+    for key, name in names:
+        if keys.setdefault(name, key) is not key:
+            raise InputError(f"'{path}' has '{keys[name]}' and '{key}', which are one tensor: leave out one of them")
 
 
 def _is_plain(value: object) -> bool:
@@ -288,22 +297,31 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "×".join(map(str, shape)) or "a scalar"
 
 
-def _with_timms_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_timms_names(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of a ViT, DeiT or DINOv2 of transformers; return those of anything else as they are.
 
     Queries, keys and values, (C, C) each, become `attn.qkv`, (3C, C). The pooler, which no classifier reads, is left
-    out. Raises RuntimeError for queries, keys and values whose shapes do not fit together.
+    out. Raises RuntimeError for queries, keys and values whose shapes do not fit together, InputError for two tensors
+    of one name.
     """
     if not any(map(_FIRST.fullmatch, tensors)):
         return tensors
-    renamed: dict[str, Tensor] = {}
-    projections: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        for old, new in _NAMES:
-            key = re.sub(old, new, key)
-        if found := _PROJECTION.fullmatch(key):
-            block, which, part = found.groups()
-            projections.setdefault(f"{block}attn.qkv.{part}", {})[which[0]] = tensor
-        elif not key.startswith("pooler."):
-            renamed[key] = tensor
-    return renamed | {key: torch.cat([of[which] for which in "qkv" if which in of]) for key, of in projections.items()}
+    names = {key: _timms_name(key) for key in tensors}
+    _require_one_of_each(path, ((key, (name, one)) for key, (name, which) in names.items() for one in which or "qkv"))
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, (name, which) in names.items():
+        if not name.startswith("pooler."):
+            parts.setdefault(name, {})[which] = tensors[key]
+    return {
+        name: of[""] if "" in of else torch.cat([of[one] for one in "qkv" if one in of]) for name, of in parts.items()
+    }
+
+
+def _timms_name(key: str) -> tuple[str, str]:
+    """timm's name of a tensor of transformers, and which third of it that is: q, k, v, or all of it ("")."""
+    for old, new in _NAMES:
+        key = re.sub(old, new, key)
+    if found := _PROJECTION.fullmatch(key):
+        block, which, part = found.groups()
+        return f"{block}attn.qkv.{part}", which[0]
+    return key, ""
