@@ -17,6 +17,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
 from vitx.train.recipes.photos import Photographs, fitted, photos
 from vitx.train.recipes.recipe import Recipe, apply_overrides, setting_names
+from vitx.train.recipes.recipe_file import with_settings
 from vitx.train.recipes.registry import get_recipe, resolve_recipe
 from vitx.train.recipes.settings import all_settings
 from vitx.train.starting_point import _shorter_side
@@ -176,6 +177,24 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
     assert resolve_recipe("digits-deit", file=file).model.kwargs == {}
 
 
+def test_another_optimizer_or_schedule_in_a_file_drops_the_arguments_of_the_first(tmp_path: Path) -> None:
+    """As `--set optimizer.name=` does."""
+    recipe = apply_overrides(
+        get_recipe("digits-deit"),
+        ["optimizer.kwargs.eps=1e-6", "schedule.name=step", "schedule.kwargs.decay_epochs=2", "model.kwargs.depth=2"],
+    )
+    tables = {
+        "optimizer": {"name": "sgd"},
+        "schedule": {"name": "poly", "kwargs": {"k_decay": 0.5}},
+        "model": {"kwargs": {"name": "x"}},
+    }
+    changed = with_settings(recipe, tables, tmp_path)
+    assert (changed.optimizer.kwargs, changed.schedule.kwargs) == ({}, {"k_decay": 0.5})
+    assert changed.model.kwargs == {**recipe.model.kwargs, "name": "x"}  # an argument like any other
+    same = {"optimizer": {"name": "adamw", "lr": 0.1}, "schedule": {"name": "step"}}
+    assert with_settings(recipe, same, tmp_path) == recipe.changed({"optimizer.lr": 0.1})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -190,6 +209,8 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
         ("x.json", '{"optimizer.lr": 1}', r"x\.json: 'optimizer\.lr' is one name with dots in it: expected a table"),
         ("x.json", '{"model": {"kwargs.depth": 1}}', r"'model\.kwargs\.depth' is one name with dots in it"),
         ("x.toml", "seed = 1979-05-27", "seed is 1979-05-27: expected a text, a number"),
+        ("x.toml", f"seed = 0x{'f' * 5000}", r"x\.toml cannot be read: Exceeds the limit"),
+        ("x.toml", f"data = 0x{'f' * 5000}", r"x\.toml cannot be read: Exceeds the limit"),
         ("x.toml", "[model.kwargs]\nx = [07:32:00]", r"model\.kwargs\.x is .*: expected a text, a number"),
         ("x.toml", "[optimizer.kwargs]\neps = inf", r"optimizer\.kwargs has a number that is infinite or NaN"),
         ("x.toml", "[model.kwargs]\nx = [[nan]]", r"model\.kwargs has a number that is infinite or NaN"),

@@ -62,6 +62,16 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
     assert changed.model.kwargs == {"depth": 4}
 
 
+def test_another_optimizer_or_schedule_drops_the_arguments_of_the_first() -> None:
+    """As another network does: sgd takes no eps, and constant no decay_epochs."""
+    arguments = ["optimizer.kwargs.eps=1e-6", "schedule.name=step", "schedule.kwargs.decay_epochs=2"]
+    recipe = apply_overrides(RECIPE, arguments)
+    same = apply_overrides(recipe, ["optimizer.name=adamw", "schedule.name=step"])
+    assert same == recipe
+    changed = apply_overrides(recipe, ["schedule.kwargs.t=1", "schedule.name=constant", "optimizer.name=sgd"])
+    assert (changed.optimizer.kwargs, changed.schedule.kwargs) == ({}, {"t": 1})
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -135,17 +135,18 @@ class Recipe(Record):
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the recipe with `key=value` texts applied, such as "optimizer.lr=3e-4".
 
-    A value is JSON, or plain text where the field is a text. Another `model.name` drops the recipe's `model.kwargs`,
-    which were chosen for its own network. Raises InputError for an unknown key (naming the nearest and all valid ones),
-    for a value of another type or out of range, and for settings that contradict each other.
+    A value is JSON, or plain text where the field is a text. Another network, optimizer or schedule drops the recipe's
+    `kwargs` of the one before. Raises InputError for an unknown key (naming the nearest and all valid ones), for a
+    value of another type or out of range, and for settings that contradict each other.
     """
     plain = recipe.model_dump(mode="json")
-    # model.name first, wherever it was given: it must not drop the arguments that were given for the new network.
-    for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0] != "model.name"):
+    # The names first, wherever they were given: they must not drop the arguments that were given for them.
+    for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0].partition(".")[2] != "name"):
         check_key(key)
         plain = _with_value(plain, key, text)
-        if key == "model.name" and plain["model"]["name"] != recipe.model.name:
-            plain["model"]["kwargs"] = {}
+        group, _, name = key.partition(".")
+        if name == "name" and plain[group]["name"] != getattr(recipe, group).name:
+            plain[group]["kwargs"] = {}
     return validated(plain)
 
 

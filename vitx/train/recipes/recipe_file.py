@@ -1,5 +1,6 @@
 """A file of settings, TOML or JSON, as `--recipe` takes it: those it has are changed, and the others stay."""
 
+import contextlib
 import json
 import tomllib
 from pathlib import Path
@@ -16,6 +17,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise InputError(f"--recipe {path}: expected a .toml or .json file, such as a run's recipe.json")
     try:
         plain = read(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(RecursionError):  # of which `with_settings` says more
+            repr(plain)  # a hexadecimal number may have more digits than can be printed
     except (OSError, ValueError, RecursionError) as error:  # what either format and UTF-8 raise is a ValueError
         raise InputError(f"--recipe {path} cannot be read: {error}") from None
     if not isinstance(plain, dict):
@@ -24,7 +27,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
-    """The recipe with the settings of a file; another `model.name` drops the recipe's `model.kwargs`.
+    """The recipe with the settings of a file; another network, optimizer or schedule drops the recipe's `kwargs` of it.
 
     Raises InputError, naming file and key, for one that is unknown, of another type or out of range, and for settings
     that contradict each other. `name` and `data` are read elsewhere.
@@ -60,8 +63,8 @@ def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A whole table, as of a run's recipe.json, says which arguments there are, and so which there are not."""
     whole = before.keys() <= given.keys()
     merged = dict(before)
-    if given.get("name", before.get("name")) != before.get("name"):
-        merged["kwargs"] = {}  # they were chosen for another network
+    if "kwargs" in before and given.get("name", before.get("name")) != before.get("name"):
+        merged["kwargs"] = {}  # they were chosen for another network, optimizer or schedule
     for key, value in given.items():
         inner = merged.get(key)
         if not (whole and key == "kwargs") and isinstance(value, dict) and isinstance(inner, dict):
