@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import time
 from functools import partial
@@ -80,7 +81,9 @@ def test_batch_sizes_and_sessions_take_turns(monkeypatch: pytest.MonkeyPatch) ->
     assert turns[8:12] == lanes
 
 
-@pytest.mark.parametrize(("sizes", "seconds"), [((), 1.0), ((0,), 1.0), ((1,), 0.0), ((1,), float("nan"))])
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((), 1.0), ((0,), 1.0), ((1,), 0.0), ((1,), math.nan), ((1,), math.inf), ((1,), -1.0)]
+)
 def test_impossible_settings_are_refused(sizes: tuple[int, ...], seconds: float) -> None:
     with pytest.raises(InputError, match="expected"):
         bench(Sleeper(0.001), SHAPE, batch_sizes=sizes, seconds=seconds)

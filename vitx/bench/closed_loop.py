@@ -48,7 +48,7 @@ def bench(
 
     The images are random: the time of a matrix product does not depend on its values. Times include the copy of uint8
     images into the runtime and of float32 logits out of it, and no decoding. Shares and limits need a bundle: see
-    `bench_bundle`. Raises InputError for batch sizes below 1 and for `seconds` that are not positive.
+    `bench_bundle`. Raises InputError for batch sizes below 1 and for `seconds` that are not positive and finite.
     """
     points = bench_together({"": session}, image_shape, batch_sizes=batch_sizes, seconds=seconds, quiet=quiet)
     return points[""]
@@ -84,7 +84,7 @@ def bench_bundle(
 
     loaders: by session name, a function that loads another bundle into the same runtime, for the empty call.
     image: an encoded image; every call then starts with decoding it, once for each row of the batch.
-    Raises InputError for batch sizes below 1 and for `seconds` that are not positive.
+    Raises InputError for batch sizes below 1 and for `seconds` that are not positive and finite.
     """
     sizes, known = checked_sizes(batch_sizes, seconds), bundle.latency()
     # `fixed_seconds` needs two batch sizes. Where one was asked for, a second is measured and not reported.
@@ -111,12 +111,12 @@ def bench_bundle(
 
 
 def checked_sizes(batch_sizes: Sequence[int], seconds: float) -> tuple[int, ...]:
-    """The sizes in ascending order, each once; raise InputError for none, one below 1, or non-positive `seconds`."""
+    """The sizes in ascending order, each once; raise InputError for none or one below 1, and for no finite time."""
     sizes = tuple(sorted(set(batch_sizes)))
     if not sizes or sizes[0] < 1:
         raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
-    if not seconds > 0:
-        raise InputError(f"seconds {seconds:g}: expected more than 0")
+    if not 0 < seconds < math.inf:
+        raise InputError(f"seconds {seconds:g}: expected a finite number above 0")
     return sizes
 
 

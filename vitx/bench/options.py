@@ -16,7 +16,7 @@ class BenchOptions(Options):
     batch: Annotated[tuple[int, ...], BeforeValidator(parse_batch_sizes)] = option(
         (1, 8, 32), "Batch sizes.", text=True
     )
-    seconds: float = option(2.0, "Measured time of each batch size, rate or trial.")
+    seconds: float = option(2.0, "Measured time of each batch size, rate or trial.", ge=0.001, le=86_400)
     image: Path | None = option(None, "Start every call from the bytes of this image file.")
     rate: str | None = option(None, "Open loop: Poisson arrivals at these rates, images a second.")
     scenario: str | None = option(None, "offline, server, single-stream, with commas between.")

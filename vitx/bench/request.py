@@ -128,8 +128,8 @@ class BenchRequest:
 
         instances: None takes what `--tune` found for this machine, if no threads were asked for either, else one.
         """
-        if not (seconds > 0 and p99 > 0):
-            raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0")
+        if not (0 < seconds < math.inf and p99 > 0):
+            raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0, and finite seconds")
         for rate in rates:
             check_arrivals(rate, seconds)  # before anything is loaded
         name = self._only("--rate and --scenario")
