@@ -165,5 +165,5 @@ def _check_folder(out: Path, kind: StudyKind) -> None:
         stored = read_record(out / "study.json", StudyResult)
         if stored.study != kind:
             raise InputError(f"'{out}' holds a study of {stored.study}, not of {kind}: choose another --out")
-    elif out.exists() and (not out.is_dir() or any(path.name not in BEGUN_STUDY for path in out.iterdir())):
+    elif out.is_dir() and any(path.name not in BEGUN_STUDY for path in out.iterdir()):
         raise InputError(f"'{out}' holds something that is no study: choose another --out")
