@@ -77,7 +77,7 @@ def _digits(name: str, model: str) -> Recipe:
         augmentation=Augmentation(rotation=12, translation=0.1, scale=0.1, shear=8),
         cutmix=CutMix(probability=0.5),
         losses=Losses(contrastive=1.0, mixing=1.0, label_smoothing=0.1),
-        optimizer=Optimizer(lr=2e-3, weight_decay=0.05),
+        optimizer=Optimizer(lr=2e-3),
         schedule=Schedule(warmup_epochs=4.5, min_lr=2e-5),
         ema_decay=0.98,
         epochs=30,
