@@ -93,7 +93,10 @@ def test_percentiles_are_milliseconds_and_null_on_a_refused_request() -> None:
 
 def test_the_machine_is_its_processor_and_cores(tiny_bundle: Bundle) -> None:
     machine = describe_machine()
-    assert request_of(tiny_bundle).machine == f"{machine['processor']}, {machine['cores']} cores"
+    request = request_of(tiny_bundle)
+    assert request.machine == f"{machine['processor']}, {machine['cores']} cores"
+    with pytest.raises(AttributeError):
+        request.threads = 1  # type: ignore[misc]  # what was asked for stays
 
 
 @pytest.mark.parametrize(
