@@ -184,7 +184,7 @@ def test_rates_and_scenarios_are_tables_of_their_own(tiny_bundle: Bundle, vitx: 
     )
     common = {"max_batch": 32, "instances": None, "seconds": 2.0, "p99": 0.1}
     assert vitx("bench", tiny_bundle.path, "--rate", "10,20")[0] == 0
-    asked = {"rates": (10.0, 20.0), "scenarios": (), **common}
+    asked: dict[str, Any] = {"rates": (10.0, 20.0), "scenarios": (), **common}
     assert calls == [("load", None, asked), ("table", title, *rates)]
     calls.clear()
     assert vitx("bench", tiny_bundle.path, "--scenario", "offline", "--threads", "2")[0] == 0
