@@ -58,8 +58,8 @@ def test_pythons_true_and_false_are_no_texts() -> None:
 
 
 def test_another_network_drops_the_arguments_of_the_first() -> None:
-    changed = apply_overrides(RECIPE, ["model.kwargs.depth=4", "model.name=vit_tiny_patch16_224"])
-    assert changed.model.kwargs == {"depth": 4}
+    given = ["model.kwargs.depth=4", "model.kwargs.name=x", "model.name=vit_tiny_patch16_224"]
+    assert apply_overrides(RECIPE, given).model.kwargs == {"depth": 4, "name": "x"}
 
 
 def test_another_optimizer_or_schedule_drops_the_arguments_of_the_first() -> None:
