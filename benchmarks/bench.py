@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from support.targets import command_line, report_header
+from support.targets import command_line, report_header, write_report
 from support.turns import take_turns
 from vitx.bench import bench_bundle, random_images
 from vitx.bench.autotune import tune
@@ -138,14 +138,9 @@ def main() -> int:
             for path in arguments.bundles:
                 report[title][path.stem] = measure(path)
                 print(title, path.stem, json.dumps(report[title][path.stem]), flush=True)
-                save(arguments.json, known, report)
-    save(arguments.json, known, report)
+                write_report(merged(known, report), arguments.json)
+    write_report(merged(known, report), arguments.json)
     return 0 if targets_met(report) else 1
-
-
-def save(path: Path | None, known: dict[str, Any], report: dict[str, Any]) -> None:
-    if path:
-        path.write_text(json.dumps(merged(known, report), indent=2) + "\n")
 
 
 def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Runtime's CUDA provider, TensorRT where its Python package is. It holds
 
 - `device_ms`: median time of a call by CUDA events, images and logits staying on the GPU, and its percentiles;
 - `host_ms`: by the host's clock, from a uint8 array in pageable memory to a float32 array: both transfers included;
-- `compute_share`: FLOP/s over those of a matrix product of the precision, measured before and after the row's turn;
+- `compute_share`: FLOP/s over those of a matrix product of the precision, measured between the rounds of turns;
 - `joules_per_image` from NVML, and the clock and temperature it was measured at;
 - `parity`: logits of --parity images at this batch size against the network in float32 in eager mode, no TF32.
 
@@ -25,9 +25,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -170,12 +172,17 @@ def measure(
     """Time the runtimes in turns at one batch size; yields (runtime, its numbers)."""
     on_device = torch.from_numpy(images).to(device)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    joules = dict.fromkeys(runs, 0.0)
+    joules, made = dict.fromkeys(runs, 0.0), Counter[str]()
+
+    def call(name: str) -> Tensor:
+        made[name] += 1  # those that are not timed use energy too
+        return runs[name](on_device)
+
     rates, meter = [product_rate(precision, device, seconds / TURNS / 2)], gpu_energy() if device == "cuda" else None
     for _ in range(TURNS):
-        for name, run in runs.items():
+        for name in runs:
             before = meter() if meter else 0.0
-            times[name] += device_times(lambda run=run: run(on_device), seconds / TURNS, device)  # type: ignore[misc]
+            times[name] += device_times(partial(call, name), seconds / TURNS, device)
             joules[name] += meter() - before if meter else 0.0
         rates.append(product_rate(precision, device, seconds / TURNS / 2))
     for name, run in runs.items():
@@ -189,7 +196,7 @@ def measure(
                 "images_per_second": len(images) / float(np.median(ordered)),
                 "calls": len(ordered),
                 "product_flops_per_second": statistics.median(rates),
-                "joules_per_image": joules[name] / len(ordered) / len(images) if meter else None,
+                "joules_per_image": joules[name] / made[name] / len(images) if meter else None,
                 "gpu_state": gpu_state() if device == "cuda" else {},
             },
         )

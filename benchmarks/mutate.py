@@ -131,7 +131,7 @@ def run_room(mutants: list[Mutant], covering: dict[str, Any], copy: Path, kept: 
     return outcomes
 
 
-def report(room: str, mutants: list[Mutant], outcomes: dict[str, str], reasons: dict[str, str], head: str) -> str:
+def report(mutants: list[Mutant], outcomes: dict[str, str], reasons: dict[str, str], head: str) -> str:
     survivors = [mutant for mutant in mutants if outcomes[mutant.key] == "survived" and mutant.key not in reasons]
     lines = [head, "", f"survivors: {len(survivors)}"]
     for mutant in survivors:
@@ -195,7 +195,7 @@ def main() -> int:
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
     out = arguments.out / f"{day}-{name}.txt"
-    out.write_text(report(room, mutants, outcomes, reasons, head), encoding="utf-8")
+    out.write_text(report(mutants, outcomes, reasons, head), encoding="utf-8")
     print(head, f"survivors: {out}", sep="\n")
     return int(score < floor)
 

@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 
 from support.onnx_session import cpu_session
-from support.targets import report_header
+from support.targets import command_line, report_header, write_report
 from vitx.core.bundle import timestamp
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.data.image_set import ImageSet
@@ -143,14 +143,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--of", type=int, default=10_000, help="how many images the whole split has")
     parser.add_argument("--jpeg", action="store_true")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="results are appended to this file")
     options = parser.parse_args()
     row = measure(options)
     print(f"ratio {row['ratio']} for {PROBE_IMAGES} probe images of {options.of}")
@@ -163,7 +162,7 @@ def main() -> None:
             **report_header(),
             "results": [*before, row],
         }
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_report(document, options.json)
 
 
 if __name__ == "__main__":

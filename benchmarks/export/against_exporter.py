@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engines
 import quantization
 import vitx.models
-from support.as_exported import export_as_it_comes, timed
+from support.as_exported import export_as_it_comes, paired
 from support.onnx_session import cpu_session
 from support.process_tree import peak_resident_bytes, seconds_of
 from support.targets import all_hold, command_line, report_header, verdict, write_report
@@ -53,7 +54,6 @@ from vitx.models import image_tensor
 PREPROCESSING = Preprocessing(image_size=224)
 # What was promised. Throughput of ours over that of the other; seconds over the exporter's; bytes over the model's.
 SPEED_TARGETS = {"deit_small": 1.08, "deepvit_s": 1.06}
-INT8_TARGET = 2.2
 SECONDS_TARGET, MEMORY_TARGET = 2.5, 4.0
 PAIRS = {"deit_small": ("deit_small_12", "deit_small_patch16_224"), "deepvit_s": ("deepvit_s", "deepvit_s")}
 
@@ -87,20 +87,6 @@ def pairs_of(batch: int, arguments: argparse.Namespace) -> int:
     """A call of one image is short: three times as many."""
     repeats: int = arguments.repeats
     return 3 * repeats if batch == 1 else repeats
-
-
-def paired(ours: tuple[Any, Any], theirs: tuple[Any, Any], repeats: int) -> dict[str, Any]:
-    """Interleaved calls of two sessions, each with its images."""
-    times = take_turns({"ours": lambda: timed(*ours), "theirs": lambda: timed(*theirs)}, repeats)
-    report: dict[str, Any] = {"pairs": repeats}
-    for index, clock in enumerate(("wall", "cpu")):
-        mine, other = ([pair[index] for pair in times[name]] for name in ("ours", "theirs"))
-        ratios = [b / a for a, b in zip(mine, other, strict=True)]
-        report[f"ours_{clock}_ms"] = 1000 * statistics.median(mine)
-        report[f"theirs_{clock}_ms"] = 1000 * statistics.median(other)
-        report[f"speed_ratio_{clock}"] = statistics.median(ratios)
-        report[f"speed_ratio_{clock}_quartiles"] = [round(q, 4) for q in statistics.quantiles(ratios)]
-    return report
 
 
 def against_as_it_comes(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -138,10 +124,8 @@ def export_against_exporter(arguments: argparse.Namespace, folder: Path) -> dict
         return [sys.executable, "-m", "vitx", "export", f"model:{name}", *options]
 
     bare = [sys.executable, "-W", "ignore", "-c", BARE_EXPORT, "deepvit_l", str(folder / "bare.onnx")]
-    seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-    for _ in range(arguments.exports):
-        seconds["ours"].append(seconds_of(ours("deepvit_l")))
-        seconds["bare"].append(seconds_of(bare))
+    calls = {"ours": partial(seconds_of, ours("deepvit_l")), "bare": partial(seconds_of, bare)}
+    seconds = take_turns(calls, arguments.exports, warm_up=0)
     ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["bare"], strict=True))
     model = (Bundle.open(folder / "deepvit_l.vitx").path / "model.onnx").stat().st_size
     peak, packages = peak_resident_bytes(ours("deepvit_l")), peak_resident_bytes(ours("deit_digits"))

@@ -194,7 +194,6 @@ def measured(architecture: int, width: int) -> dict[str, Any]:
         "kernels": rows,
         "spilled": {k: r["stack_bytes"] for k, r in rows.items() if r["stack_bytes"]},
     }
-    whole["holds"] = not whole["spilled"]
     whole["forward on paper"] = roofline(rows, width, GPUS[architecture])
     print(f"sm_{architecture} width {width} forward on paper: {json.dumps(whole['forward on paper'])}", flush=True)
     return whole

@@ -109,13 +109,14 @@ def mix_forms(repeats: int, shape: tuple[int, int, int, int] = (8, 12, 197, 197)
         "einsum": lambda: torch.einsum("hg,bgij->bhij", weight, maps) + bias[:, None, None],
         "broadcast matmul": lambda: (torch.matmul(weight, maps.flatten(2)) + bias[:, None]).view(shape),
     }
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(repeats + 1):
-        for name, form in forms.items():
-            start = time.perf_counter()
-            torch.autograd.backward(form().square().sum())
-            times[name].append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+    def milliseconds(form: Callable[[], Tensor]) -> float:
+        start = time.perf_counter()
+        torch.autograd.backward(form().square().sum())
+        return 1000 * (time.perf_counter() - start)
+
+    times = take_turns({name: partial(milliseconds, form) for name, form in forms.items()}, repeats)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:

@@ -81,9 +81,9 @@ def compare(bundle: Bundle, scratch: Path, size: str, runtime: str, rounds: int)
     rates: dict[str, list[float]] = {name: [] for name in ("bare", *SETTINGS)}
     for turn in range(rounds):
         rates["bare"].append(bare(bundle, folder, runtime))
-        for name, setting in SETTINGS.items():
+        for name in (*SETTINGS,)[:: 1 if turn % 2 else -1]:
             out = scratch / f"{size}-{name}-{turn}"
-            rates[name].append(predicted(bundle.path, folder, out, runtime, setting))
+            rates[name].append(predicted(bundle.path, folder, out, runtime, SETTINGS[name]))
     ratios = {
         name: statistics.median(ours / theirs for ours, theirs in zip(rates["defaults"], rates[name], strict=True))
         for name in rates

@@ -4,7 +4,7 @@
 
 The nodes share this machine's disk, but no network but the one between them, no host name and no folder of Ray (needs
 the right to make namespaces). Everything on the second one is killed when eight parts are there, and it joins again.
-Exit code 1 unless the files are, byte for byte, those of a run without Ray.
+Exit code 1 unless that was before its end and the files are, byte for byte, those of a run without Ray.
 """
 
 import os
@@ -101,7 +101,7 @@ def main() -> None:
     report = {"images": args.images, "killed_while_it_ran": running, "exit_code": code, "same_files": same}
     print(report)
     save_report(report_header() | report, args.json)
-    sys.exit(code != 0 or not same)
+    sys.exit(code != 0 or not same or not running)
 
 
 if __name__ == "__main__":

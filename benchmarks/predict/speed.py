@@ -183,12 +183,12 @@ def processes(scratch: Path, bundle: Bundle, rounds: int = 3) -> dict[str, Any]:
     """Seconds from the common start to the end of the last; a shard is 32 images, so that the work divides evenly."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for turn in range(rounds):
-        for count in (1, 2):
+        for count in (1, 2)[:: 1 if turn % 2 else -1]:
             out = scratch / f"processes-{turn}-{count}"
             out.mkdir()
             times = together(one_job, count, count, bundle.path, scratch / "jpegs", out)
             seconds[count].append(max(end for _, end in times) - min(start for start, _ in times))
-    ratio = statistics.median(seconds[1]) / statistics.median(seconds[2])
+    ratio = statistics.median(one / two for one, two in zip(*seconds.values(), strict=True))
     return {"images": JPEGS, "seconds": seconds, "ratio": ratio, "target": PROCESSES_TARGET}
 
 

@@ -71,7 +71,7 @@ def main() -> int:
     report: dict[str, Any] = report_header()
     with tempfile.TemporaryDirectory() as name:
         report["requests a second by clients"] = measure(arguments, Path(name))
-    save_report(report, arguments.json, "python benchmarks/serve/cores.py")
+    save_report(report, arguments.json)
     return 0 if all_hold(report) else 1
 
 

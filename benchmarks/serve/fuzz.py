@@ -4,7 +4,7 @@
 
 Every request is made from a seed and its number, so that one that went wrong can be made again. A server answers what
 is malformed with 4xx or its gRPC status, or closes the connection; 5xx, INTERNAL, UNKNOWN and silence are failures.
-`--examples` is for each operation of the OpenAPI description, from schemathesis. Linux only.
+`--examples` is for each operation of the OpenAPI description, from schemathesis. Exit code 1 on a failure. Linux only.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def held_by(process: int) -> dict[str, float]:
     return {"rss_mib": held.memory_info().rss / 2**20, "files": held.num_fds()}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--requests", type=int, default=100_000, help="over HTTP")
@@ -111,7 +111,8 @@ def main() -> None:
         token.write(MANAGEMENT_TOKEN)
         token.flush()
         managed = ("--management", "--management-token-file", token.name)
-        fuzz_server(options, [*OPTIONS, *managed], _measure)
+        report = fuzz_server(options, [*OPTIONS, *managed], _measure)
+    return 0 if report["holds"] and not report["exit_code"] else 1
 
 
 def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> dict[str, Any]:
@@ -141,11 +142,12 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
             done[name]["held_after"] = held_by(process.pid)
         return done
 
-    parts(examples=5, share=0.1, seed=seed + 1)  # what is allocated once
+    first = parts(examples=5, share=0.1, seed=seed + 1)  # what is allocated once
     before = held_by(process.pid)
     measured = parts(options.examples, 1, seed)
     image = fuzz_http.picture(random.Random(0), "PNG")
-    good = fuzz_http.http("POST", "/v1/classify", image, "Content-Type: image/png")
+    good = fuzz_http.ask(address, fuzz_http.http("POST", "/v1/classify", image, "Content-Type: image/png"))
+    wrong = [one for part in (*first.values(), *measured.values()) for one in part["wrong"]]
     return {
         "command": shlex.join(
             ["python", "benchmarks/serve/fuzz.py", "BUNDLE", *(f"--{n}={getattr(options, n)}" for n in _COUNTS)]
@@ -155,7 +157,8 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
         "seed": seed,
         "held_before": before,
         **measured,
-        "good_request_afterwards": fuzz_http.ask(address, good),
+        "good_request_afterwards": good,
+        "holds": not wrong and good == "200",
     }
 
 
@@ -163,4 +166,4 @@ _COUNTS = ("requests", "calls", "examples")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

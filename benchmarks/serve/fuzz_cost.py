@@ -9,6 +9,7 @@ asks for /v2/health/live every few milliseconds. A request during which an answe
 times more, then and by the next run: what the machine alone did is not repeated. A delay is without the time that the
 event loop's thread and the asking process stood ready and got no processor, and no more than the server's processors
 ran meanwhile: who holds the interpreter's lock may stand ready too. With all that, it is called "waited". Linux only.
+Exit code 1 when a delay or the memory is beyond what is allowed, or the server ends badly.
 """
 
 import argparse
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import support.fuzz_http as fuzz_http
 from support.cost_grammar import KINDS, MOST_BYTES, Model, Request, chosen, made, mutated
 from support.fuzzed_server import fuzz_server
-from support.targets import report_header
+from support.targets import all_hold, report_header
 
 MOST_DELAY = 0.1  # seconds
 PATIENCE_SECONDS = 60.0
@@ -253,7 +254,7 @@ def ask_again(server: Server, model: Model, costs: Path) -> None:
     costs.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--minutes", type=float, default=5)
@@ -262,7 +263,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        fuzz_server(options, ["--shared-memory", "--access-log", f"{folder}/access.log"], _measure)
+        report = fuzz_server(options, ["--shared-memory", "--access-log", f"{folder}/access.log"], _measure)
+    return 0 if all_hold(report) and not report["exit_code"] else 1
 
 
 def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> dict[str, Any]:
@@ -337,4 +339,4 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

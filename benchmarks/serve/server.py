@@ -297,7 +297,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--parts", default="a,b,c,d")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--peers", default="triton,litserve,collector", help="of (a)")
     parser.add_argument("--triton", type=Path, default=Path(".venv-triton"), help="a venv with nvidia-pytriton")
     parser.add_argument("--litserve", type=Path, default=Path(".venv-litserve"), help="a venv with litserve")

@@ -69,9 +69,11 @@ class Client(asyncio.Transport):
         asyncio.get_running_loop().call_soon(self._protocol.data_received, self._request)
 
     def write(self, data: Any) -> None:
-        if not (self._in_answer or data.startswith(b"HTTP/1.1 200")):
-            raise RuntimeError(f"not an answer: {data[:200]!r}")
-        self._in_answer = data.endswith(b"\r\n\r\n")  # the body is the next write, until the head is cached
+        answer = bytes(data)
+        if not (self._in_answer or answer.startswith(b"HTTP/1.1 200")):
+            _fail(f"not an answer: {answer[:200]!r}")
+            return
+        self._in_answer = answer.endswith(b"\r\n\r\n")  # the body is the next write, until the head is cached
         if self._in_answer:
             return
         Client.left -= 1
@@ -87,13 +89,19 @@ class Client(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        raise RuntimeError("the server closed a connection")
+        _fail("the server closed a connection")
 
     def pause_reading(self) -> None:
         pass
 
     def resume_reading(self) -> None:
         pass
+
+
+def _fail(reason: str) -> None:
+    """An error of its own would end in the server, and the run would wait for ever."""
+    if not Client.finished.done():
+        Client.finished.set_exception(RuntimeError(reason))
 
 
 async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile | None) -> float:

@@ -122,10 +122,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             script = folder / f"{name}.lua"
             scripts[name] = (script, write_script(script, server.request(images[0])))
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*servers, "sessions")}
-        for _ in range(arguments.rounds):
-            for name, server in servers.items():
-                turn(server, *scripts[name], 1)
-                rows[name].append(turn(server, *scripts[name], arguments.seconds))
+        for number in range(arguments.rounds):
+            for name in (*servers,)[:: 1 if number % 2 else -1]:
+                turn(servers[name], *scripts[name], 1)
+                rows[name].append(turn(servers[name], *scripts[name], arguments.seconds))
             rows["sessions"].append({"rate": sessions.measure(arguments.seconds)})
             print({name: found[-1] for name, found in rows.items()}, flush=True)
     return {"rounds": rows, "ratios": ratios(rows)}
@@ -186,13 +186,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6)
     arguments = parser.parse_args()
     report: dict[str, Any] = report_header()
+    command = f"with_wrk.py --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
     if arguments.triton is not None:
+        command += " --triton VENV"
         report["versions"] |= package_versions(arguments.triton, "nvidia-pytriton", "onnxruntime")
     with tempfile.TemporaryDirectory() as name:
         report["32 px, 64 connections"] = measure(arguments, Path(name))
         report["JPEG"] = from_jpeg(arguments, Path(name))
         report["224 px, a model of no cost"] = large_tensors(arguments, Path(name))
-    save_report(report, arguments.json, "python benchmarks/serve/with_wrk.py --triton VENV")
+    save_report(report, arguments.json, f"python benchmarks/serve/{command}")
     return 0 if all_hold(report) else 1
 
 

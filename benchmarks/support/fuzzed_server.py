@@ -13,8 +13,8 @@ from support.targets import write_report
 Measure = Callable[["subprocess.Popen[str]", argparse.Namespace], dict[str, Any]]
 
 
-def fuzz_server(options: argparse.Namespace, arguments: Sequence[str], measure: Measure) -> None:
-    """Serve `options.bundle`, measure, stop the server; print the report with its exit code, and write `options.out`.
+def fuzz_server(options: argparse.Namespace, arguments: Sequence[str], measure: Measure) -> dict[str, Any]:
+    """Serve `options.bundle`, measure, stop the server; print the report with its exit code, write `options.out`.
 
     arguments: of the server, beside its ports: any free ones, whose URLs are the first two lines of its output.
     """
@@ -27,3 +27,4 @@ def fuzz_server(options: argparse.Namespace, arguments: Sequence[str], measure: 
     report["exit_code"] = process.returncode
     print(json.dumps(report, indent=2))
     write_report(report, options.out)
+    return report

@@ -37,7 +37,7 @@ from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.models import image_tensor, load_public_checkpoint
 
-NETWORK, SIZE, PATCHES = "vit_small_patch14_dinov2", 224, (16, 16)
+NETWORK, SIZE = "vit_small_patch14_dinov2", 224
 PRECISIONS = ("fp32", "int8")
 TARGET = 1e-5
 CLOTHES = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle-boot"]

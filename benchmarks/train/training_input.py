@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing
 from vitx.models import image_tensor
 from vitx.train.loop.inputs.prefetch import Prefetcher
@@ -81,19 +83,14 @@ def measure(device: torch.device, rounds: int) -> dict[str, Any]:
     pixels = np.random.default_rng(0).integers(0, 256, (BATCH, SIDE, SIDE, 3), np.uint8)
     # Each in memory of its own, as a worker leaves it.
     batches = [Batch(number, pixels.copy(), np.arange(BATCH)) for number in range(BATCHES)]
-    main: dict[str, list[float]] = {way: [] for way in WAYS}
-    process: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way in WAYS:
-            costs, whole = turn(way, device, batches)
-            main[way] += costs
-            process[way].append(whole)
+    turns = take_turns({way: partial(turn, way, device, batches) for way in WAYS}, rounds, warm_up=0)
+    main = {way: [cost for costs, _ in found for cost in costs] for way, found in turns.items()}
     return {
         way: {
             "main_thread_ms": statistics.median(main[way]),
             "main_thread_ms_quartiles": statistics.quantiles(main[way], n=4),
             "main_thread_ms_most": max(main[way]),
-            "process_ms": statistics.median(process[way]),
+            "process_ms": statistics.median(whole for _, whole in turns[way]),
             "batches": len(main[way]),
         }
         for way in WAYS

@@ -1,12 +1,14 @@
-"""benchmarks/gpu.py on a CPU: its rows, resuming, and refusals. It has not been run on a GPU."""
+"""benchmarks/gpu.py on a CPU: its rows, resuming, and refusals."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +78,25 @@ def test_what_a_runtime_cannot_do_is_a_row(tmp_path: Path) -> None:
     rows = {row["runtime"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["torch"]["parity"]["verdict"] == "pass"
     assert "tensor(bfloat16)" in rows["onnxruntime"]["refused"]
+
+
+def test_the_energy_of_a_call_is_that_of_all_calls_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of a turn warm up and are not timed: they are most of the calls of a slow network."""
+    used = [0.0]
+
+    def run(images: Any) -> None:
+        used[0] += 6.0
+
+    def times(run: Callable[[], object], seconds: float, device: str) -> list[float]:
+        return [1.0 for _ in range(5) if run() is None][2:]
+
+    on_device = SimpleNamespace(from_numpy=lambda images: SimpleNamespace(to=lambda device: images))
+    for name, fake in {"torch": on_device, "device_times": times, "product_rate": lambda *_: 1.0}.items():
+        monkeypatch.setattr(gpu, name, fake)
+    monkeypatch.setattr(gpu, "host_times", lambda *_: [1.0])
+    monkeypatch.setattr(gpu, "gpu_energy", lambda: lambda: used[0])
+    ((_, found),) = gpu.measure({"torch": run}, np.zeros((3, 2, 2, 3), np.uint8), "fp32", "cuda", 1.0)  # type: ignore[dict-item]
+    assert found["joules_per_image"] == 2.0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

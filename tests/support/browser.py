@@ -1,6 +1,5 @@
 """A headless Chromium, driven by the DevTools protocol over a pipe: JSON messages, each ended by a zero byte."""
 
-import base64
 import json
 import os
 import select
@@ -79,10 +78,6 @@ class Browser:
         failure = self.call("Page.navigate", url=url).get("errorText")
         assert failure is None, failure
         self.wait("document.readyState === 'complete'")
-
-    def screenshot(self, path: Path) -> None:
-        """Write the whole page as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
