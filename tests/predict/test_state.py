@@ -124,7 +124,7 @@ def overwrite(out: Path, images: Path) -> None:
 def test_a_ledger_is_closed_at_the_end(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as ledger:
         assert (tmp_path / "out" / STATE / LEDGER).is_file()
-    with pytest.raises(Exception, match="closed database"):
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
         ledger.totals()
     assert (tmp_path / "out" / STATE / LEDGER).is_file()
 
