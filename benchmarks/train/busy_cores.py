@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    calls: dict[str, Callable[[], float]] = {way: partial(seconds_of_training, chosen) for way, chosen in WAYS.items()}
+    calls = {way: partial(seconds_of_training, chosen) for way, chosen in WAYS.items()}
     seconds = take_turns(calls, rounds, warm_up=0)
     ratios = [ours / theirs for ours, theirs in zip(seconds["vitx"], seconds["libgomp"], strict=True)]
     return {"seconds": seconds, "ratio": median(ratios), "min": min(ratios), "max": max(ratios)}

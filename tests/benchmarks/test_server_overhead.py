@@ -7,6 +7,7 @@ import server_overhead
 import uvloop
 
 from bundle_fixture import IMAGE_SIZE, LABELS
+from support.server_peers import SMALL
 from vitx.core.bundle import Bundle
 from vitx.serve.models.loading import Loader, WarmModel
 from vitx.serve.options import ServeOptions
@@ -14,7 +15,7 @@ from vitx.serve.options import ServeOptions
 
 @pytest.fixture
 def warm(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> WarmModel:
-    network = replace(server_overhead.SMALL, name="tiny", image_size=IMAGE_SIZE, classes=len(LABELS))
+    network = replace(SMALL, name="tiny", image_size=IMAGE_SIZE, classes=len(LABELS))
     monkeypatch.setattr(server_overhead, "SMALL", network)
     loader = Loader(ServeOptions(device="cpu", instances=1, threads=1))
     return loader.warm(loader.verify(tiny_bundle.path))

@@ -392,7 +392,7 @@ def test_a_token_that_is_not_ascii_is_refused_without_an_error(tmp_path: Path) -
     tokens.check("inference", f"Bearer {TOKEN}")
     tokens.check("management", None)
     for given in ("Bearer \xe9", "Bearer", "", None, f"Bearer {TOKEN}\u2028"):
-        with pytest.raises(RequestError, match="send 'Authorization: Bearer TOKEN' with the inference token$"):
+        with pytest.raises(RequestError, match=r"send 'Authorization: Bearer TOKEN' with the inference token$"):
             tokens.check("inference", given)
 
 
