@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from support.targets import command_line, report_header, write_report
+from support.targets import command_line, merged, report_header, write_report
 from support.turns import take_turns
 from vitx.bench import bench_bundle, random_images
 from vitx.bench.autotune import tune
@@ -142,15 +142,6 @@ def main() -> int:
                 write_report(merged(known, report), arguments.json)
     write_report(merged(known, report), arguments.json)
     return 0 if targets_met(report) else 1
-
-
-def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`known` with what is new in place of what was measured before."""
-    result = {**known, **new}
-    for part in {"repeatability", "sweep", "tuning"} & result.keys():
-        before, after = known.get(part, {}), new.get(part, {})
-        result[part] = {name: {**before.get(name, {}), **after.get(name, {})} for name in {**before, **after}}
-    return result
 
 
 def measure_sweeps(path: Path, threads: Iterable[int]) -> dict[str, Any]:

@@ -179,8 +179,8 @@ def measure(
         return runs[name](on_device)
 
     rates, meter = [product_rate(precision, device, seconds / TURNS / 2)], gpu_energy() if device == "cuda" else None
-    for _ in range(TURNS):
-        for name in runs:
+    for turn in range(TURNS):
+        for name in (*runs,)[:: 1 if turn % 2 else -1]:
             before = meter() if meter else 0.0
             times[name] += device_times(partial(call, name), seconds / TURNS, device)
             joules[name] += meter() - before if meter else 0.0

@@ -43,7 +43,7 @@ import vitx.models
 from support.as_exported import export_as_it_comes, paired
 from support.onnx_session import cpu_session
 from support.process_tree import peak_resident_bytes, seconds_of
-from support.targets import all_hold, command_line, report_header, verdict, write_report
+from support.targets import all_hold, command_line, merged, report_header, verdict, write_report
 from support.turns import take_turns
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.preprocess import Preprocessing
@@ -193,12 +193,6 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
     "d": ("d: TensorRT for RTX plans", plans),
     "e": ("e: each rewrite left out", rewrites_left_out),
 }
-
-
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new` over `old`, key by key."""
-    both = {key: merged(old[key], new[key]) for key in old if isinstance(old[key], dict) and key in new}
-    return {**old, **new, **both}
 
 
 def main() -> int:

@@ -39,6 +39,12 @@ def report_header() -> dict[str, Any]:
     return {"machine": describe_machine(), "versions": installed_versions()}
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`new` over `old`, key by key."""
+    both = {key: merged(old[key], new[key]) for key in old if isinstance(old[key], dict) and key in new}
+    return {**old, **new, **both}
+
+
 def write_report(report: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(report, indent=2) + "\n")
