@@ -173,6 +173,11 @@ def asked(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def holds(found: dict[str, Any], *, may_be_refused: bool) -> bool:
+    served = found["loaded"] and found["labels_hold"] and found["largest_error"] < 1e-4
+    return served or (may_be_refused and any(MISSING.search(text) for text in found["refused"]))
+
+
 def request(path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -201,10 +206,7 @@ def main() -> int:
                 start = time.perf_counter()
                 found = reading(arguments.server, repository, backends, bundle)
                 found["seconds"] = round(time.perf_counter() - start, 1)
-                served = found["loaded"] and found["labels_hold"] and found["largest_error"] < 1e-4
-                found["holds"] = served or (
-                    (kind, stand_in) != ("graph", True) and any(MISSING.search(text) for text in found["refused"])
-                )
+                found["holds"] = holds(found, may_be_refused=(kind, stand_in) != ("graph", True))
                 report[f"{kind}{', stand-in' if stand_in else ''}"] = found
                 print(f"{kind}, stand-in {stand_in}: {verdict(found)}, {json.dumps(found)[:300]}", flush=True)
     command = "python benchmarks/export/triton_reads.py BUNDLE --server tritonserver"  # whose paths say nothing
