@@ -40,7 +40,9 @@ def test_the_closed_form_is_what_training_measures() -> None:
         norm.momentum = 1.0
     measured(torch.randn(3, 3, 16, 16, dtype=torch.float64))
     set_closed_form_means(model, 17)
-    for (_, ours), (_, theirs) in zip(normalized_re_attentions(model), normalized_re_attentions(measured), strict=True):
+    pairs = list(zip(normalized_re_attentions(model), normalized_re_attentions(measured), strict=True))
+    assert pairs
+    for (_, ours), (_, theirs) in pairs:
         assert ours.running_mean is not None
         assert theirs.running_mean is not None
         torch.testing.assert_close(ours.running_mean, theirs.running_mean, atol=1e-10, rtol=0)

@@ -226,7 +226,9 @@ def test_initial_weights_of_a_network_without_memory() -> None:
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
     model.init_weights()
-    assert not any(parameter.any() for name, parameter in model.named_parameters() if "lamb" in name)
+    scales = [parameter for name, parameter in model.named_parameters() if "lamb" in name]
+    assert scales
+    assert not any(scale.any() for scale in scales)
 
 
 def test_attention_in_chosen_blocks() -> None:

@@ -126,6 +126,7 @@ def test_a_block_without_its_branches_is_its_shortcut(name: str) -> None:
     units = residual_units(model)
     side = model.patch_embed.img_size[0]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    assert units
     for attention, mlp in zip(units[::2], units[1::2], strict=True):
         read: list[Tensor] = []
         block = model.get_submodule(str(mlp.layer))

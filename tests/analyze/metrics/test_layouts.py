@@ -225,8 +225,9 @@ def test_a_unit_without_its_branch_leaves_the_stream_that_it_adds_to(name: str) 
     Those have a position encoding before attention and one before the MLP, units of their own.
     """
     model = network(name)
-    previous = EMBEDDING
-    for unit in residual_units(model):
+    previous, units = EMBEDDING, residual_units(model)
+    assert units
+    for unit in units:
         handle = unit.branch.register_forward_hook(lambda _module, _inputs, output: torch.zeros_like(output))
         batch = batch_of(model)
         handle.remove()

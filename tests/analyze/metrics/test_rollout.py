@@ -82,6 +82,7 @@ def test_images_of_classes_that_the_network_does_not_know(source: Source, tmp_pa
     found = analyze(knows, images, ("rollout",), AnalysisOptions(), quiet=True)
     rollout = found.results["rollout"]
     assert isinstance(rollout, Rollout)
+    assert rollout.examples
     assert not rollout.mistakes
     page = ReportWriter(tmp_path).write([found]).read_text()
     for seen in rollout.examples:
@@ -95,6 +96,7 @@ def test_a_network_without_names_of_its_classes_takes_those_of_the_images(source
     found = analyze(source, images, ("rollout",), AnalysisOptions(), quiet=True)
     rollout = found.results["rollout"]
     assert isinstance(rollout, Rollout)
+    assert rollout.examples
     page = ReportWriter(tmp_path).write([found]).read_text()
     assert all(f"class {seen.predicted}, {100 * seen.confidence:.1f} %" in page for seen in rollout.examples)
 

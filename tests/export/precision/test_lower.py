@@ -133,6 +133,7 @@ def test_islands_are_minimal() -> None:
     graph, images = scaled_graph(1000.0), small_images()
     lowered = lower_precision(graph, "fp16", images, quiet=True)
     half, expected = HalfGraph(Dataflow(graph), TensorProto.FLOAT16), logits_of(graph, images)
+    assert lowered.islands
     for name in lowered.islands:
         fewer = half.build([other for other in lowered.islands if other != name])
         assert not agreement_of(expected, logits_of(cpu_twin(fewer), images)).within(Bounds(0.02))

@@ -255,6 +255,7 @@ def test_narrow_heads_stay_float_on_a_cpu(trained: Any) -> None:
     """Products of attention with heads of 16 gain nothing on a CPU; TensorRT fuses them only if they are quantised."""
     flow = Dataflow(trained[0])
     on_cpu, on_gpu = (find_layers(flow, "int8", target) for target in ("cpu", "tensorrt"))
+    assert on_cpu
     assert all(layer.weight for layer in on_cpu)
     assert any(layer.weight is None for layer in on_gpu)
 

@@ -206,7 +206,9 @@ def test_both_class_tokens_of_a_distilled_network() -> None:
 
 def test_biases_that_softmax_or_proj_can_take_are_gone() -> None:
     rewritten = rewrite_for_export(network("talking-heads-bias"), IMAGENET)
-    for attention in (module for module in rewritten.modules() if isinstance(module, ExportAttention)):
+    attentions = [module for module in rewritten.modules() if isinstance(module, ExportAttention)]
+    assert attentions
+    for attention in attentions:
         assert attention.key.bias is None
         assert attention.value.bias is None
         assert isinstance(attention.before, HeadMix)

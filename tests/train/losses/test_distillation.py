@@ -179,4 +179,6 @@ def test_weights_of_other_heads_are_refused_as_no_shape_tells_them(image_folder:
         trainer_of(recipe_of(*begun).on_data(str(image_folder)), tmp_path / "run")
     scaled = (*begun[:-1], "model.kwargs.attention=attn-scale", "model.kwargs.feat_scale=true")
     model = trainer_of(recipe_of(*scaled).on_data(str(image_folder)), tmp_path / "run").model  # begins without change
-    assert not any(value.any() for name, value in model.named_parameters() if "lamb" in name)
+    scales = [value for name, value in model.named_parameters() if "lamb" in name]
+    assert scales
+    assert not any(scale.any() for scale in scales)
