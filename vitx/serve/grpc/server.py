@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from vitx.core.errors import EnvironmentMissing
-from vitx.serve.errors import DeadlineMissed, RequestError
+from vitx.serve.errors import DeadlineMissed, RequestError, unavailable
 from vitx.serve.grpc.messages import check_fields, encoding_of, message_class
 from vitx.serve.grpc.service import Call, grpc_calls
 from vitx.serve.models.served_model import InFlight
@@ -92,10 +92,8 @@ class GrpcServer:
         health = {"Check": self._unary("Check", *self._calls.pop("HealthCheck"))}
         unary = {name: self._unary(name, *of) for name, of in self._calls.items()}
         stream = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream)}
-        return [
-            grpc.method_handlers_generic_handler("inference.GRPCInferenceService", unary | stream),
-            grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
-        ]
+        service = grpc.method_handlers_generic_handler
+        return [service("inference.GRPCInferenceService", unary | stream), service("grpc.health.v1.Health", health)]
 
     def _unary(self, name: str, message: Any, call: Call) -> grpc.RpcMethodHandler:
         parse, route = message.FromString, f"grpc.{name}"
@@ -211,8 +209,7 @@ class GrpcServer:
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
-        replies: Replies = asyncio.Queue()
-        window = asyncio.Semaphore(_STREAM_WINDOW)
+        replies, window = Replies(), asyncio.Semaphore(_STREAM_WINDOW)
         try:  # also of each request; a stream without any would stay open
             self._core.tokens.check("inference", _metadata(context, "authorization"))
         except RequestError as refusal:
@@ -223,10 +220,14 @@ class GrpcServer:
         reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
         self._in_flight.enter()
         self._streams.add(replies)
+        if self._models.draining:
+            replies.put_nowait(None)
         try:
             while (reply := await replies.get()) is not None:
                 await self._write(await reply, context)
                 window.release()
+            if not reader.done():  # of an end without an error Triton's clients take no notice, and wait for replies
+                await _abort(context, unavailable("the server is shutting down", "draining"))
         finally:
             self._streams.discard(replies)
             reader.cancel()
@@ -250,15 +251,14 @@ class GrpcServer:
             replies.put_nowait(None)
 
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
-        response = _StreamResponse()
         try:
             answer = await self._counted("grpc.ModelStreamInfer", self._calls["ModelInfer"][1], request, context)
-            response.infer_response.MergeFrom(answer)
+            response = _StreamResponse(infer_response=answer)
             # Triton marks the last response of each request; here each has only one.
             response.infer_response.parameters["triton_final_response"].bool_param = True
         except RequestError as error:
             error.__traceback__ = None
-            response.error_message = str(error)
+            response = _StreamResponse(error_message=str(error))
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
 
