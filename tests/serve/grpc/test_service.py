@@ -160,6 +160,15 @@ def test_the_asyncio_client(address: str) -> None:
     np.testing.assert_allclose(asyncio.run(run()), NumpySession().infer(images), rtol=1e-4, atol=1e-4)
 
 
+def test_two_thousand_calls_at_once_are_all_answered(address: str) -> None:
+    async def run() -> list[bytes]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            live = channel.unary_unary(f"{SERVICE}ServerLive")
+            return await asyncio.gather(*(live(b"") for _ in range(2000)))
+
+    assert asyncio.run(run()) == [b"\x08\x01"] * 2000
+
+
 def test_a_stream_answers_in_order_and_a_bad_request_fails_alone(client: Any) -> None:
     images = random_images(200, seed=3)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()

@@ -6,7 +6,7 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -62,6 +62,8 @@ class GrpcServer:
             ("grpc.max_receive_message_length", min(core.limits.body_bytes, 2**31 - 1)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", _CALLS),
+            ("grpc.server.max_pending_requests", _CALLS),  # not yet taken: by default some of a thousand are cancelled
+            ("grpc.server.max_pending_requests_hard_limit", _CALLS),
             ("grpc.per_message_decompression", 0),  # gRPC's own knows no limit
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
             ("grpc.max_connection_idle_ms", int(1e3 * _IDLE_SECONDS)),  # clients connect again by themselves
@@ -98,7 +100,7 @@ class GrpcServer:
     def _unary(self, name: str, message: Any, call: Call) -> grpc.RpcMethodHandler:
         parse, route = message.FromString, f"grpc.{name}"
 
-        async def answer(_: AsyncIterator[bytes], context: Any) -> None:
+        async def answer(_: object, context: Any) -> None:
             size, request = 0, await self._message(context)
             if isinstance(request, bytes):
                 size, request = await self._reserved(parse, request)
@@ -207,7 +209,7 @@ class GrpcServer:
             for observer in self._core.observers:
                 observer.write(record, "gRPC", route, status, seconds)
 
-    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _stream(self, _: object, context: Any) -> None:
         """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
         replies, window = Replies(), asyncio.Semaphore(_STREAM_WINDOW)
         try:  # also of each request; a stream without any would stay open
@@ -217,7 +219,7 @@ class GrpcServer:
                 await self._counted("grpc.ModelStreamInfer", self._calls["ModelInfer"][1], refusal, context)
             except RequestError as error:
                 await _abort(context, error)
-        reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
+        reader = asyncio.create_task(self._read_stream(context, replies, window))
         self._in_flight.enter()
         self._streams.add(replies)
         if self._models.draining:
@@ -236,11 +238,9 @@ class GrpcServer:
                     left.cancel()
             self._in_flight.leave()
 
-    async def _read_stream(
-        self, requests: AsyncIterator[bytes], context: Any, replies: Replies, window: asyncio.Semaphore
-    ) -> None:
-        try:
-            async for data in requests:
+    async def _read_stream(self, context: Any, replies: Replies, window: asyncio.Semaphore) -> None:
+        try:  # grpcio's iterator would be a circle with the call, which is reset only when all have let go of it
+            while isinstance(data := await context.read(), bytes):
                 await window.acquire()
                 size, request = await self._reserved(_InferRequest.FromString, data)
                 del data
