@@ -455,3 +455,35 @@ def test_a_ledger_that_is_damaged_while_it_is_used_is_left_there(tmp_path: Path,
     with pytest.raises(InputError, match=r"damaged \(torn\)"), opened(out) as ledger:
         fail(ledger)
     assert (out / STATE / LEDGER).exists()
+
+
+@pytest.mark.parametrize(
+    ("working", "refused", "number"),
+    [(Share(2, 2), WHOLE, 4), (WHOLE, Share(1, 2), 7), (Share(2, 2), Share(1, 3), 4)],
+)
+def test_what_is_refused_removes_no_part_that_another_process_writes(
+    tmp_path: Path, images: Path, working: Share, refused: Share, number: int
+) -> None:
+    out = tmp_path / "out"
+    part = out / PREDICTIONS / f".part-{number:08d}.parquet.x"
+    with opened(out, shard=None if working == WHOLE else working) as ledger:
+        opened_run(ledger, out, settings_of(images))
+        part.touch()
+        with pytest.raises(InputError, match="holds predictions of"):
+            job(out, images, refused)
+        assert part.exists()
+    assert not part.exists()
+
+
+def test_an_overwrite_that_a_job_has_forestalled_removes_no_part_of_it(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+    part = out / PREDICTIONS / ".part-00000001.parquet.x"
+    job(out, images, Share(1, 2))
+    overwriting = opened(out, overwrite=True)
+    ledger = overwriting.__enter__()
+    with opened(out, shard=Share(1, 2)):
+        part.touch()
+        with pytest.raises(InputError, match="is writing to") as refused:
+            opened_run(ledger, out, settings_of(images))
+        overwriting.__exit__(InputError, refused.value, None)
+        assert part.exists()

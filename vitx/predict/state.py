@@ -58,14 +58,18 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
         try:
             if not options.overwrite:
                 _refuse_others(out, share)
-            _remove_leftovers(out, state, share)  # of a process that was killed
+            _remove_copies(state)
             with closing(Ledger(state / (NEW_LEDGER if options.overwrite else LEDGER), share)) as ledger:
                 listed = True
+                if ledger.description():  # else parts are of others, who may be writing them
+                    remove_leftovers(out, share)  # of a process that was killed
                 try:
                     yield ledger
                 finally:
                     with suppress(sqlite3.Error):
                         listed = bool(ledger.description())
+                    if listed and ledger.path.name == LEDGER:
+                        remove_leftovers(out, share)
         except BaseException as error:
             usable = os.access(state, os.W_OK) and all(
                 path.is_file() and os.access(path, os.W_OK) for path in state.glob(f"{LEDGER}*")
@@ -87,11 +91,10 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
             again = f"choose another folder, or {share.anew}"
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
-            _remove_leftovers(out, state, share)
+            _remove_copies(state)
 
 
-def _remove_leftovers(out: Path, state: Path, share: Share) -> None:
-    remove_leftovers(out, share)
+def _remove_copies(state: Path) -> None:
     for left in (*state.glob(f"{COPY}*"), *state.glob(f"{NEW_LEDGER}*")):
         left.unlink()
 
