@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from server_process import HANG, is_running, wait_until
 from support.process_tree import family
 from vitx.cli.options import _with_ray_address
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, VitxError
 from vitx.core.files import sha256_file
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.ledger import Claim, Shard
@@ -239,17 +240,18 @@ JOB = Job(
     [
         (
             {"out": Path("/absent/out"), "listing": Path("/absent/images")},
-            r"the node .* does not see the output folder '.*out' of this machine: with --r",
+            r"it does not see the output folder '.*out' of this machine: with --r",
         ),
         ({"bundle": Path("/absent.vitx")}, r"does not see the bundle '/absent\.vitx' of this machine"),
         ({"sample": "/absent/1.png"}, r"does not see the input '/absent/1\.png' of this machine"),
         (
             {"footer": {"vitx.bundle_sha256": "0"}},
-            r"the bundle '.*tiny\.vitx' on the node .* differs from this machine's: give every",
+            r"its bundle '.*tiny\.vitx' differs from this machine's: give every",
         ),
+        ({"options": PredictOptions(runtime="tensorrt")}, r"tensorrt"),
     ],
 )
-def test_node_that_does_not_see_the_files(
+def test_node_that_does_not_see_the_files_or_lacks_a_package(
     certified_original: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     listing = tmp_path / "images"
@@ -259,8 +261,8 @@ def test_node_that_does_not_see_the_files(
     bundle, sample = given.pop("bundle"), given.pop("sample")
     actor = PredictionActor(replace(JOB, **given), bundle, sample)
     result = actor({CLAIM: Claim(1, Shard("images", "", 0, 1))})[RESULT]
-    assert isinstance(result, InputError)
-    assert re.search(message, str(result))
+    assert isinstance(result, VitxError)
+    assert re.search(f"^the node {re.escape(socket.gethostname())}: .*{message}", str(result))
 
 
 def test_shard_that_kills_its_actors_is_given_up_and_the_others_done(

@@ -38,6 +38,15 @@ def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp
     assert not any((tmp_path / PREDICTIONS).iterdir())
 
 
+def test_an_actor_that_cannot_write_says_so(tmp_path: Path) -> None:
+    """As when the storage of the output is gone from its node."""
+    actor = object.__new__(pool.PredictionActor)
+    actor._out, actor._failure, actor._started = tmp_path / "gone", None, 1.0
+    result = actor({pool.CLAIM: Claim(1, Shard("tar", "1.tar"))})[pool.RESULT]
+    assert isinstance(result, EnvironmentMissing)
+    assert str(result).startswith(f"cannot write to '{tmp_path}/gone' any more ([Errno 2] No such file")
+
+
 Sizes = Callable[..., Any]
 
 

@@ -29,7 +29,7 @@ from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger, names_of
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, part_path, warm_up
-from vitx.predict.pipeline.disk import full_disk_explained
+from vitx.predict.pipeline.disk import full_disk_explained, lost_disk_explained
 from vitx.predict.pipeline.executor import Output, Performance
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job, Worker
 from vitx.runtimes.requirements import RUNTIMES
@@ -87,7 +87,7 @@ class PredictionActor:
             warm_up()
             self._worker, self._runtime = Worker(job, session), session.describe()
         except VitxError as error:  # returned by the first call: Ray would wrap what is raised here in a traceback
-            self._failure = error
+            self._failure = type(error)(f"the node {socket.gethostname()}: {error}")
 
     def __call__(self, row: dict[str, Claim]) -> dict[str, Finished | Claim | VitxError]:
         """Do a shard. Errors of vitx are returned as results, so that Ray adds no traceback to them."""
@@ -107,7 +107,7 @@ class PredictionActor:
         parts: list[Part] = []
         # One at a time of those that were begun before: the next death is counted for that one alone.
         with self._suspects if attempts.exists() else nullcontext():
-            with attempts.open("ab") as file:
+            with lost_disk_explained(self._out), attempts.open("ab") as file:
                 file.write(b".")
                 if file.tell() > ATTEMPTS:
                     return claim
@@ -120,7 +120,6 @@ class PredictionActor:
 
 def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
     """Raise InputError unless this node sees the output, the bundle and, of the input, `sample` of the driver."""
-    node = socket.gethostname()
     # The name of the listing is random, so it is that of this run.
     seen = {
         "the output folder": (job.out, job.listing),
@@ -130,13 +129,11 @@ def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
     for what, (named, path) in seen.items():
         if path is not None and not os.path.lexists(path):
             raise InputError(
-                f"the node {node} does not see {what} '{named}' of this machine: with --ray the output, the bundle and "
-                "the input must lie where every node finds them under the same path (the input may be a URL)"
+                f"it does not see {what} '{named}' of this machine: with --ray the output, the bundle and the input "
+                "must lie where every node finds them under the same path (the input may be a URL)"
             )
     if sha256_file(bundle / MANIFEST) != job.footer["vitx.bundle_sha256"]:
-        raise InputError(
-            f"the bundle '{bundle}' on the node {node} differs from this machine's: give every node the same"
-        )
+        raise InputError(f"its bundle '{bundle}' differs from this machine's: give every node the same")
 
 
 class PoolSize(NamedTuple):
