@@ -161,7 +161,7 @@ def test_the_asyncio_client(address: str) -> None:
 
 
 def test_two_thousand_calls_at_once_are_all_answered(address: str) -> None:
-    async def run() -> list[bytes]:
+    async def run() -> list[Any]:
         async with grpc.aio.insecure_channel(address) as channel:
             live = channel.unary_unary(f"{SERVICE}ServerLive")
             return await asyncio.gather(*(live(b"") for _ in range(2000)))
