@@ -16,11 +16,21 @@ from typing import Any
 
 import pytest
 
-from sandbox_jobs import add, divide_by_zero, exit_at_once, fill_memory, kill_self, raise_disk_full, raise_input_error
+from sandbox_jobs import (
+    add,
+    divide_by_zero,
+    exit_at_once,
+    fill_memory,
+    kill_self,
+    raise_disk_full,
+    raise_input_error,
+    raise_unreadable,
+    return_function,
+)
 from server_process import is_running, wait_until
 from vitx.core import sandbox
 from vitx.core.errors import InputError
-from vitx.core.sandbox import ConversionCrashed, end_with_parent, resident_gib, run_limited, verb_command
+from vitx.core.sandbox import ConversionCrashed, LimitExceeded, end_with_parent, resident_gib, run_limited, verb_command
 
 
 def test_a_result_comes_back_from_another_process() -> None:
@@ -48,7 +58,7 @@ def test_a_full_disk_is_told_as_it_was() -> None:
 
 def test_no_process_is_left_of_a_hang() -> None:
     before = {*multiprocessing.active_children()}  # a loader of another test may still be ending
-    with pytest.raises(ConversionCrashed, match=r"^converting took longer than its limit of 0\.2 s and was ended$"):
+    with pytest.raises(LimitExceeded, match=r"^converting took longer than its limit of 0\.2 s and was ended$"):
         run_limited("converting", time.sleep, 60, seconds=0.2)
     assert {*multiprocessing.active_children()} <= before
 
@@ -61,6 +71,19 @@ def test_resident_memory_is_of_the_process() -> None:
 def test_any_other_error_is_a_crash_with_its_traceback() -> None:
     with pytest.raises(ConversionCrashed, match=r"(?s)converting failed: .*divide_by_zero.*ZeroDivisionError: a bug"):
         run_limited("converting", divide_by_zero)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (return_function, "return_function.*lambda"),
+        (raise_unreadable, "Unreadable.__init__.*missing 1 required keyword"),
+    ],
+)
+def test_what_cannot_cross_to_this_process_is_said(function: Callable[[], object], reason: str) -> None:
+    """It had passed for a program without `if __name__ == "__main__":`, or had been a traceback of multiprocessing."""
+    with pytest.raises(ConversionCrashed, match=f"(?s)^converting failed: Traceback .*{reason}"):
+        run_limited("converting", function)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
@@ -82,7 +105,7 @@ def test_a_hang_is_ended() -> None:
 
 
 def test_a_memory_hog_is_ended() -> None:
-    with pytest.raises(ConversionCrashed, match=r"more than its limit of 0\.5, and was ended"):
+    with pytest.raises(LimitExceeded, match=r"more than its limit of 0\.5, and was ended"):
         run_limited("converting", fill_memory, memory_gib=0.5, seconds=60)
 
 
@@ -205,6 +228,9 @@ def test_what_a_child_sends() -> None:
     assert kind == "error"
     assert str(text).startswith("Traceback (most recent call last):")
     assert str(text).endswith("ZeroDivisionError: a bug")
+    with warnings.catch_warnings():
+        assert "return_function" in str(child_answers(return_function))
+        assert "Unreadable" in str(child_answers(raise_unreadable))
 
 
 def test_resident_memory_is_the_second_number_of_statm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,26 @@ def exit_at_once() -> None:
     os._exit(7)
 
 
+def return_function() -> object:
+    return lambda: 0
+
+
+class Unreadable(OSError):
+    """As some libraries' errors: it is made of more than the message that pickle gives it."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def raise_unreadable() -> None:
+    raise Unreadable("the server said no", status=404)
+
+
+def hang(path: Path) -> None:
+    time.sleep(300)
+
+
 def fill_memory() -> None:
     held = [bytearray(b"x" * 2**20) for _ in range(700)]
     time.sleep(60)

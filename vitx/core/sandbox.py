@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,10 @@ class ConversionCrashed(VitxError):
     """The process of a conversion died, exceeded a limit, or raised an unexpected exception."""
 
 
+class LimitExceeded(ConversionCrashed):
+    """The process of a conversion was ended, because it took longer or held more memory than it may."""
+
+
 def run_limited(
     title: str,
     function: Callable[..., ResultT],
@@ -47,7 +52,8 @@ def run_limited(
     """Return `function(*arguments)`, computed in a fresh process; function, arguments and result must be picklable.
 
     VitxError and OSError are raised here as they were there. Raises ConversionCrashed, with the reason, when the
-    process dies, raises anything else, takes longer than `seconds` or has more than `memory_gib` resident (on Linux).
+    process dies or raises anything else; LimitExceeded, which is one too, when it takes longer than `seconds` or has
+    more than `memory_gib` resident (on Linux).
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -108,12 +114,15 @@ def _child(connection: Connection, function: Callable[..., Any], arguments: tupl
             os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
-        answer = ("result", function(*arguments))
-    except (VitxError, OSError) as error:  # the user's mistake, or the disk's failure
-        answer = ("error", error)
+        try:
+            answer = ("result", function(*arguments))
+        except (VitxError, OSError) as error:  # the user's mistake, or the disk's failure
+            answer = ("error", error)
+        pickled = ForkingPickler.dumps(answer)
+        ForkingPickler.loads(pickled)  # some libraries' errors can be pickled and not be read
     except BaseException:  # noqa: BLE001 - the edge of the process: the parent gets the traceback
-        answer = ("error", traceback.format_exc().strip())
-    connection.send(answer)
+        pickled = ForkingPickler.dumps(("error", traceback.format_exc().strip()))
+    connection.send_bytes(pickled)
     connection.close()
 
 
@@ -136,12 +145,10 @@ def _wait(
             process.join()
             return answer
         if time.monotonic() > deadline:
-            raise ConversionCrashed(f"{title} took longer than its limit of {seconds:g} s and was ended")
+            raise LimitExceeded(f"{title} took longer than its limit of {seconds:g} s and was ended")
         held = resident_gib(process.pid)
         if held > memory_gib:
-            raise ConversionCrashed(
-                f"{title} held {held:.1f} GiB, more than its limit of {memory_gib:g}, and was ended"
-            )
+            raise LimitExceeded(f"{title} held {held:.1f} GiB, more than its limit of {memory_gib:g}, and was ended")
 
 
 def resident_gib(pid: int) -> float:

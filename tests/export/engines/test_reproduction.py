@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import vitx.export.engines.targets as targets
-from sandbox_jobs import crash_on_gelu
-from vitx.core.sandbox import ConversionCrashed
+from sandbox_jobs import crash_on_gelu, hang
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.sandbox import ConversionCrashed, LimitExceeded
+from vitx.export.engines import reproduction
 from vitx.export.engines.reproduction import smallest_range, subgraph, write_reproduction
 
 
@@ -60,6 +62,48 @@ def test_a_crash_that_does_not_come_again_is_not_reproduced(
             *("openvino", crash_on_gelu, graph), failed=tmp_path / "failed", seconds=60, memory_gib=8
         )
     assert [*tmp_path.iterdir()] == [graph]
+
+
+def test_a_limit_that_is_exceeded_is_no_crash(graph: Path, tmp_path: Path) -> None:
+    """Every part would exceed it too, and the script, which has no limits, would show nothing."""
+    with pytest.raises(
+        LimitExceeded, match=r"^openvino took longer than its limit of 0\.3 s and was ended: allow it mo"
+    ):
+        targets.convert_limited("openvino", hang, graph, failed=tmp_path / "failed", seconds=0.3, memory_gib=8)
+    assert [*tmp_path.iterdir()] == [graph]
+
+
+@pytest.mark.parametrize("other", [LimitExceeded, InputError, None])
+def test_only_a_crash_is_looked_for(
+    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: type[Exception] | None
+) -> None:
+    """Parts with the product alone end in another way; the whole crashes."""
+    asked: list[object] = []
+
+    def run(title: str, convert: object, path: Path, **limits: float) -> None:
+        asked.append((title, convert, limits))
+        kinds = {node.op_type for node in onnx.load(str(path)).graph.node}
+        if "Gelu" in kinds:
+            raise ConversionCrashed("it died")
+        if "MatMul" in kinds and other is not None:
+            raise other("something else")
+
+    monkeypatch.setattr(reproduction, "run_limited", run)
+    reason = 'it died: """\n  C:\\Users\\new and caf\udce9'
+    found = write_reproduction(graph, hang, tmp_path / "failed", reason, seconds=60, memory_gib=8)
+    assert [node.op_type for node in found.graph.node] == ["Gelu"]
+    assert found == onnx.load(str(tmp_path / "failed" / "subgraph.onnx"))
+    assert asked[0] == ("bisecting", hang, {"seconds": 60, "memory_gib": 8})
+    script = (tmp_path / "failed" / "reproduce.py").read_text()
+    compile(script, "reproduce.py", "exec")
+    assert '# it died: """\n#   C:\\Users\\new and caf\\udce9\n' in script
+    assert "from sandbox_jobs import hang\n" in script
+    monkeypatch.setattr(reproduction, "run_limited", lambda *given, **limits: None)
+    with pytest.raises(
+        CheckFailed, match=r"^with default options it did not crash again, so there is nothing to repro"
+    ):
+        write_reproduction(graph, hang, tmp_path / "other", reason, seconds=60, memory_gib=8)
+    assert not (tmp_path / "other").exists()
 
 
 def test_inputs_and_outputs_of_a_part_have_types(graph: Path) -> None:

@@ -8,13 +8,11 @@ from onnx import shape_inference
 
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import staged_folder, write_bytes
-from vitx.core.sandbox import ConversionCrashed, run_limited
+from vitx.core.sandbox import ConversionCrashed, LimitExceeded, run_limited
 
 Convert = Callable[[Path], object]
-_SCRIPT = '''"""Runs the conversion that crashed, on the smallest part of the graph that still crashes it.
-
+_SCRIPT = """# Runs the conversion that crashed, on the smallest part of the graph that still crashes it.
 {reason}
-"""
 
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from {module} import {function}
 
 if __name__ == "__main__":
     {function}(Path(__file__).with_name("subgraph.onnx"))
-'''
+"""
 
 
 def write_reproduction(
@@ -31,8 +29,9 @@ def write_reproduction(
     """Bisect the graph that crashed `convert`; write `subgraph.onnx` and `reproduce.py` into `folder`.
 
     `convert` is a function at the top of a module. It is called with the path of a graph in a process of its own, which
-    crashed unless it returned or raised a VitxError. Raises CheckFailed, and writes nothing, where the whole graph does
-    not crash it: the system may have killed the process for memory, or options that `convert` does not have decide.
+    crashed unless it returned, raised a VitxError or exceeded a limit. Raises CheckFailed, and writes nothing, where
+    the whole graph does not crash it: the system may have killed the process for memory, or options that `convert` does
+    not have decide.
     """
     # A part of the graph needs the types of the tensors where it was cut.
     graph = shape_inference.infer_shapes(onnx.load(str(graph_path)))
@@ -44,10 +43,8 @@ def write_reproduction(
             write_bytes(attempt, subgraph(graph, first, last).SerializeToString())
             try:
                 run_limited("bisecting", convert, attempt, seconds=seconds, memory_gib=memory_gib)
-            except ConversionCrashed:
-                return True
-            except VitxError:
-                return False
+            except VitxError as error:
+                return isinstance(error, ConversionCrashed) and not isinstance(error, LimitExceeded)
             return False
 
         count = len(graph.graph.node)
@@ -56,10 +53,12 @@ def write_reproduction(
         first, last = smallest_range(count, crashes)
         found = subgraph(graph, first, last)
         write_bytes(stage / "subgraph.onnx", found.SerializeToString())
+        # As comments: a traceback may hold quotation marks and backslashes, and paths that are not UTF-8.
+        told = "\n".join(f"# {line}".rstrip() for line in reason.splitlines())
         script = _SCRIPT.format(
-            reason=reason, module=convert.__module__, function=getattr(convert, "__name__", "convert")
+            reason=told, module=convert.__module__, function=getattr(convert, "__name__", "convert")
         )
-        write_bytes(stage / "reproduce.py", script.encode())
+        write_bytes(stage / "reproduce.py", script.encode(errors="backslashreplace"))
     return found
 
 
