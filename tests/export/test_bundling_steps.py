@@ -47,7 +47,7 @@ class Conversions:
         self.untrained: tuple[str, ...] = ()
         monkeypatch.setattr(bundling, "run_limited", self.run)
         monkeypatch.setattr(bundling, "convert_limited", self.convert)
-        monkeypatch.setattr(EngineRequest, "check", lambda request, precision: self.asked.append(("check", request)))
+        monkeypatch.setattr(EngineRequest, "check", lambda *asked: self.asked.append(("check", *asked)))
 
     def run(self, title: str, function: Any, *arguments: Any, **limits: Any) -> Any:
         self.asked.append((title, function, arguments, limits))
@@ -176,7 +176,7 @@ def test_engines_are_checked_first_and_built_of_the_lowered_graph(conversions: C
         *("check", "check", "tracing", "tensorrt", "tensorrt-rtx", "openvino")
     ]
     wanted = [EngineRequest("tensorrt", engine, ()), EngineRequest("tensorrt-rtx", engine, ("sm89",))]
-    assert conversions.named("check") == [(request,) for request in wanted]
+    assert conversions.named("check") == [(request, "fp32", "fp32") for request in wanted]
     limits = {**LIMITS, "failed": tmp_path / "net.vitx.failed"}
     assert conversions.named("tensorrt", "tensorrt-rtx", "openvino") == [
         (build_engine, "model.onnx", "engines/tensorrt.plan", (wanted[0], True), limits),

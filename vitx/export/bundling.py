@@ -87,7 +87,7 @@ def export_bundle(
     rewrites = select_rewrites(options.with_, options.without)
     engines = _engines(options)
     for engine in engines:
-        engine.check(options.precision)
+        engine.check(options.precision, options.base_type())
     if options.precision != "fp32" and request.is_model:
         _calibration_data(options, request.data or "", options.precision)
     with staged_folder(out) as stage:

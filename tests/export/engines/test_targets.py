@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onnx
 import pytest
@@ -13,11 +15,12 @@ import vitx.export.engines.targets as targets
 from cli_fixture import Vitx
 from sandbox_jobs import crash_on_gelu
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest
-from vitx.core.errors import EnvironmentMissing
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.sandbox import ConversionCrashed
 from vitx.data.open import open_images
 from vitx.export import SourceRequest
+from vitx.export.engines.targets import EngineRequest
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HALVES, HalfGraph
 from vitx.parity import certify_models
@@ -93,6 +96,7 @@ def test_the_process_of_a_conversion_imports_no_torch() -> None:
         (("--trt-rtx", "--profiles", "1,x"), 2, "--profiles 1,x: expected batch sizes such as 1,8,32"),
         (("--trt-rtx", "--profiles", "8,1"), 2, "batch sizes 8, 1"),
         (("--trt-rtx", "--arch", "sm90"), 2, "cannot build for 'sm90'"),
+        (("--trt-rtx", "--arch", "sm75,sm89"), 2, "TensorRT for RTX has no fp32 products for sm75: leave it out of"),
     ],
 )
 def test_targets_that_cannot_be_made(
@@ -102,6 +106,36 @@ def test_targets_that_cannot_be_made(
     assert found == code, errors
     assert message in errors
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flavor", "precision", "base", "lacking"),
+    [
+        ("tensorrt-rtx", "fp16", "fp32", ""),
+        ("tensorrt-rtx", "int8", "fp16", ""),
+        ("tensorrt-rtx", "fp32", "fp32", "fp32"),
+        ("tensorrt-rtx", "bf16", "fp32", "bf16"),
+        ("tensorrt-rtx", "int8", "bf16", "bf16"),
+        ("tensorrt-rtx", "int8", "fp32", "fp32"),
+        ("tensorrt", "fp32", "fp32", ""),  # the classic library has them
+    ],
+)
+def test_turing_computes_in_float16_alone(
+    monkeypatch: pytest.MonkeyPatch, flavor: Any, precision: Any, base: Any, lacking: str
+) -> None:
+    """The library says so itself once the graph is traced, and names no remedy."""
+    monkeypatch.setattr(
+        targets, "load_flavor", lambda flavor: SimpleNamespace(targets=lambda asked: asked or ("sm89",))
+    )
+    EngineRequest(flavor).check(precision, base)
+    turing = EngineRequest(flavor, architectures=("sm75", "sm89"))
+    if not lacking:
+        turing.check(precision, base)
+        return
+    with pytest.raises(
+        InputError, match=f"^TensorRT for RTX has no {lacking} products for sm75: leave it out of --arch"
+    ):
+        turing.check(precision, base)
 
 
 def test_a_crashing_compiler_leaves_a_reproduction(own_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """TensorRT plans: built by the real TensorRT for RTX, which needs no GPU; sidecars, profiles, graphs and reports."""
 
+import re
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,10 +189,18 @@ def test_a_hardware_compatible_plan_runs_on_newer_gpus(tmp_path: Path) -> None:
 
 
 def test_no_tensorrt_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(EnvironmentMissing, match=r"cannot be imported .*: pip install 'vitx\[trt-rtx\]'") as caught:
         load_flavor(RTX)
     assert caught.value.exit_code == 3
+    # Its module is there, and what it links to is not.
+    (tmp_path / "tensorrt.py").write_text("import ctypes; ctypes.CDLL('libnvinfer-of-nowhere.so.10')")
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        EnvironmentMissing, match=r"tensorrt cannot be imported \(libnvinfer-of.*: pip install 'vitx\[trt"
+    ):
+        load_flavor("tensorrt")
     write_plan(tmp_path / "a.plan", b"plan", fake_info(b"plan"))
     with pytest.raises(EnvironmentMissing, match=r"pip install 'tensorrt==10\.16\.1\.11'"):
         check_plan(tmp_path / "a.plan")
@@ -412,16 +422,21 @@ def test_a_full_disk_leaves_the_old_plan(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "a.plan.json"]
     assert plan.read_bytes() == old
     assert read_plan(plan).sha256 == fake_info(old).sha256
-    with file_size_limit(100), pytest.raises(OSError, match=r"/a\.plan'$"):  # not even the sidecar fits
+    with file_size_limit(100), pytest.raises(OSError, match=r"/a\.plan\.json'$"):  # not even the sidecar fits
         write_plan(plan, new, fake_info(new))
     read_plan(plan)
+    (tmp_path / "b.plan.json").mkdir()
+    with pytest.raises(OSError, match=r"Is a directory: '[^']*/b\.plan\.json'$"):
+        write_plan(tmp_path / "b.plan", new, fake_info(new))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "a.plan.json", "b.plan", "b.plan.json"]
 
 
 def test_the_table_of_layers_is_of_the_plan_beside_it(tmp_path: Path) -> None:
     plan, table, old = tmp_path / "a.plan", tmp_path / "a.plan.layers.tsv", b"old"
     write_plan(plan, old, fake_info(old), b"old layers")
-    for new, layers in ((b"new" * 500_000, b"new layers"), (b"new", b"layers" * 100_000)):
-        with file_size_limit(100_000), pytest.raises(OSError, match=r"/a\.plan'$"):
+    large = b"layers" * 100_000
+    for new, layers, named in ((b"new" * 500_000, b"new layers", "a.plan"), (b"new", large, "a.plan.layers.tsv")):
+        with file_size_limit(100_000), pytest.raises(OSError, match=f"/{re.escape(named)}'$"):
             write_plan(plan, new, fake_info(new), layers)
     assert (plan.read_bytes(), table.read_bytes()) == (old, b"old layers")
     write_plan(plan, b"another", fake_info(b"another"))

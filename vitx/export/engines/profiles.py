@@ -58,17 +58,18 @@ def write_plan(plan: Path, data: bytes, info: PlanInfo, layers: bytes = b"") -> 
     """
     beside = {sidecar_path(plan): (info.model_dump_json(indent=2) + "\n").encode()}
     beside |= {layers_path(plan): layers} if layers else {}
-    waiting = {path.with_name(f".{path.name}.new"): path for path in beside}
+    waiting = {path: path.with_name(f".{path.name}.new") for path in beside}
+    path = plan
     try:
-        for new, path in waiting.items():
+        for path, new in waiting.items():
             write_bytes(new, beside[path])
+        path = plan
         write_bytes(plan, data)
-        for new, path in waiting.items():
+        for path, new in waiting.items():
             rename(new, path)  # needs no space, so a full disk has failed before this line
     except OSError as error:
-        for new in waiting:
+        for new in waiting.values():
             new.unlink(missing_ok=True)
-        error.filename = str(plan)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
     if not layers:
         layers_path(plan).unlink(missing_ok=True)

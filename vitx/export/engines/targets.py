@@ -12,10 +12,10 @@ from typing import Any
 import onnx
 
 from vitx.core.bundle import Base, Precision
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_bytes
 from vitx.core.preprocess import Preprocessing
-from vitx.core.sandbox import ConversionCrashed, run_limited
+from vitx.core.sandbox import ConversionCrashed, LimitExceeded, run_limited
 from vitx.core.tensorrt_plan import Flavor, PlanOptions
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.data.open import open_images
@@ -43,13 +43,19 @@ class EngineRequest:
     options: EngineOptions = DEFAULT_OPTIONS
     architectures: tuple[str, ...] = ()
 
-    def check(self, precision: Precision = "fp32") -> None:
-        """Raise what `engine_from_onnx` would raise before it looks at a graph: options, batches, library, GPU."""
+    def check(self, precision: Precision = "fp32", base: Base = "fp32") -> None:
+        """Raise what `engine_from_onnx` would raise of any graph of these types: options, batches, library, GPU."""
         profiles_for(self.options.batches)
         asked = PlanOptions(**self.options.model_dump(exclude={"batches", "timing_cache"}))
         check_options(self.flavor, asked, self.options.timing_cache)
         targets = load_flavor(self.flavor).targets(self.architectures)
         with_precision(targets, precision, asked=bool(self.architectures))
+        products = base if precision in ("int8", "fp8") else precision
+        if self.flavor == "tensorrt-rtx" and "sm75" in targets and products != "fp16":
+            raise InputError(
+                f"TensorRT for RTX has no {products} products for sm75: leave it out of --arch, or take --precision "
+                "fp16, or int8 with --base fp16"
+            )
 
 
 @dataclass(frozen=True)
@@ -139,9 +145,14 @@ def convert_limited(
     seconds: float,
     memory_gib: float,
 ) -> None:
-    """Run a conversion of `onnx_path` in a limited process; on a crash leave a reproduction in the folder `failed`."""
+    """Run a conversion of `onnx_path` in a limited process; on a crash leave a reproduction in the folder `failed`.
+
+    A limit that was exceeded is no crash: no part of the graph would show it.
+    """
     try:
         run_limited(target, function, onnx_path, *arguments, seconds=seconds, memory_gib=memory_gib)
+    except LimitExceeded as exceeded:
+        raise LimitExceeded(f"{exceeded}: allow it more (--seconds, --memory-gib)") from None
     except ConversionCrashed as crash:
         limits = {"seconds": min(seconds, BISECTION_SECONDS), "memory_gib": memory_gib}
         try:

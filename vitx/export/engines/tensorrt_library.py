@@ -257,7 +257,7 @@ def load_flavor(flavor: str) -> "Library":
         raise unknown_name("TensorRT", flavor, FLAVORS)
     try:
         module = importlib.import_module(MODULES[name])
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library it links to is missing
         raise EnvironmentMissing(f"{name} cannot be imported ({error}): pip install 'vitx[{EXTRAS[name]}]'") from None
     check_version(name, module.__version__)
     return Library(name, module)
