@@ -150,6 +150,22 @@ def test_one_weight_of_two_layers_runs_in_8_bits(target: Any, per_tensor: tuple[
     assert np.abs(logits_of(built, images) - expected).max() < 0.1 * expected.std()
 
 
+@pytest.mark.parametrize("name", ["W/axis1", "x/quantized", "x/scale", "W/axis1/zero_point", "W/axis1/dequantized"])
+@pytest.mark.parametrize("target", ["cpu", "tensorrt"])
+def test_a_graphs_own_names_may_be_any(name: str, target: Any) -> None:
+    """Of an activation called `W/axis1` the scale had been that of the weight W, and two nodes made one tensor."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "W"], [name], name="first"),
+        helper.make_node("MatMul", [name, "V"], ["logits"], name="second"),
+    ]
+    graph, images = graph_of(nodes, W=weight(48, 48), V=weight(48, 48)), np.full((4, 4, 4, 3), 9, np.uint8)
+    images[1:] = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3))
+    quantized, expected = QuantizedGraph(Dataflow(graph), "int8", target), logits_of(graph, images)
+    built = quantized.build(["first", "second"], observe(graph, ["x", name], images), "max")
+    onnx.checker.check_model(built, full_check=True)
+    assert np.abs(logits_of(built, images) - expected).max() < 0.1 * expected.std()
+
+
 NOT_LAYERS: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
     "alpha": ([helper.make_node("Gemm", ["x", "W"], ["logits"], name="n", alpha=2.0)], {"W": weight(48, 48)}),
     "beta": (

@@ -32,6 +32,8 @@ from vitx.export.precision.placement import EightBit, Layer, find_layers
 
 E4M3_MAX = 448.0
 SWITCHES = "quantized layers"
+# What a tensor's codes, their scale and zero point, and the tensor after DQ are called behind its own name.
+_PARTS = ("quantized", "scale", "zero_point", "dequantized")
 
 
 class QuantizedGraph:
@@ -141,6 +143,7 @@ class _QdqWriter:
         self.renamed: dict[tuple[str, str], str] = {}  # (node, input): what it reads instead
         self.activations: dict[str, str] = {}  # tensor: the same after Q and DQ
         self.scales: dict[str, npt.NDArray[np.float32]] = {}
+        self.taken = {*self.flow.constants, *self.flow.inputs, *self.flow.producers()}  # names of tensors
         self.first: list[onnx.NodeProto] = []  # DQ of constants: these depend on no other node
         self.after: dict[str, list[onnx.NodeProto]] = {}
 
@@ -198,11 +201,12 @@ class _QdqWriter:
         if name not in self.activations:
             scale, zero_point = self._range(name)
             self.scales[name] = scale
-            inputs = self._parameters(name, scale, zero_point)
-            codes, back = f"{name}/quantized", f"{name}/dequantized"
+            tag = self._free(name)
+            inputs = self._parameters(tag, scale, zero_point)
+            codes, back = f"{tag}/quantized", f"{tag}/dequantized"
             self.after[name] = [
-                helper.make_node("QuantizeLinear", [name, *inputs], [codes], name=f"quantize {name}"),
-                helper.make_node("DequantizeLinear", [codes, *inputs], [back], name=f"dequantize {name}"),
+                helper.make_node("QuantizeLinear", [name, *inputs], [codes], name=f"quantize {tag}"),
+                helper.make_node("DequantizeLinear", [codes, *inputs], [back], name=f"dequantize {tag}"),
             ]
             self.activations[name] = back
         return self.activations[name]
@@ -251,13 +255,19 @@ class _QdqWriter:
         Each layer that reads a weight has codes of its own: ONNX Runtime makes uint8 of them for each, by their name,
         where the processor has no VNNI, and refuses the second of one name.
         """
-        while f"{tag}/quantized" in self.constants:
-            tag += "/again"
+        tag = self._free(tag)
         self.constants[f"{tag}/quantized"] = named_tensor(f"{tag}/quantized", codes)
         inputs = [f"{tag}/quantized", *self._parameters(tag, scale, np.zeros(scale.shape, codes.dtype))]
         back = f"{tag}/dequantized"
         self.first.append(helper.make_node("DequantizeLinear", inputs, [back], name=f"dequantize {tag}", axis=axis))
         return back
+
+    def _free(self, tag: str) -> str:
+        """The tag, changed until no tensor has a name that it leads to: the graph's own names may be any."""
+        while not self.taken.isdisjoint(names := {f"{tag}/{part}" for part in _PARTS}):
+            tag += "/again"
+        self.taken |= names
+        return tag
 
     def _parameters(self, tag: str, scale: npt.NDArray[np.float32], zero_point: npt.NDArray[Any]) -> list[str]:
         names = [f"{tag}/scale", f"{tag}/zero_point"]
