@@ -15,16 +15,18 @@ from pydantic import ValidationError
 
 from bundle_fixture import IMAGE_SIZE, Float32Array, colour_image, png
 from cli_fixture import Vitx
-from vitx.bench import autotune, bench, bench_bundle, bench_together, device_of
+from vitx.bench import autotune, bench, bench_bundle, bench_together, device_of, request
 from vitx.bench.options import BenchOptions
 from vitx.bench.plot import save_plot
 from vitx.bench.timing import MIN_CALLS, Lane
-from vitx.core.bundle import LATENCY, Bundle
+from vitx.core.bundle import LATENCY, Bundle, timestamp
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.latency import Latency, LatencyPoint
+from vitx.core.latency import Latency, LatencyPoint, Setting, Tuning
+from vitx.core.machine import Gpu, describe_machine
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.runtimes import Session, load_session
+from vitx.runtimes.requirements import RUNTIMES
 
 SHAPE = (IMAGE_SIZE, IMAGE_SIZE, 3)
 LaneOf = tuple[str, int]
@@ -316,3 +318,36 @@ def test_load_and_tune_commands(tiny_bundle: Bundle, vitx: Vitx, monkeypatch: py
     assert again is not None
     assert again.tuning == kept.tuning
     assert again.points
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "gpus", "instances"),
+    [
+        ("onnxruntime", "auto", 0, 2),
+        ("onnxruntime", "cpu", 1, 2),
+        ("onnxruntime-cpu", "auto", 1, 2),
+        ("onnxruntime", "auto", 1, 1),
+        ("onnxruntime-cuda", "auto", 1, 1),
+    ],
+)
+def test_what_was_tuned_for_the_processor_is_not_taken_on_a_gpu(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, runtime: str, device: str, gpus: int, instances: int
+) -> None:
+    best = Setting(instances=2, threads=3, batch_size=4, images_per_second=1.0, median_ms=1.0)
+    tuning = Tuning(best=best, tried=(best,), runtime={"runtime": "onnxruntime"}, created=timestamp())
+    tiny_bundle.record_latency(
+        Latency(runtime={}, machine=describe_machine(), points=(), tuning=tuning, created=timestamp())
+    )
+    monkeypatch.setattr("vitx.runtimes.session.local_gpus", lambda: (Gpu("A", "sm89"),) * gpus)
+    monkeypatch.setattr(request, "require", lambda name: RUNTIMES[name])
+    asked: list[int | None] = []
+
+    def load(*_: object, threads: int | None, **__: object) -> Session:
+        asked.append(threads)
+        return Sleeper(0.0)
+
+    monkeypatch.setattr(request, "load_session", load)
+    found = request.BenchRequest(tiny_bundle, None, runtime, device, None).load_test(
+        rates=(), scenarios=(), max_batch=2, instances=None, seconds=1, p99=1
+    )
+    assert (found.instances, asked) == (instances, [3, 3] if instances == 2 else [None])

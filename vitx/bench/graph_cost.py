@@ -37,7 +37,9 @@ def count_cost(bundle: Bundle) -> GraphCost:
 
 def node_flops(kind: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
     """FLOPs of one operator, from its shapes: a multiply-add counts two, operators without products count nothing."""
-    if kind in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"):
+    if kind == "Gemm":  # (M, K) or, with transA, (K, M): the product of all three is the first input's size times N
+        return 2 * math.prod(inputs[0]) * outputs[0][-1]
+    if kind in ("MatMul", "MatMulInteger", "QLinearMatMul"):
         return 2 * math.prod(outputs[0]) * inputs[0][-1]
     if kind in ("Conv", "ConvInteger", "QLinearConv"):
         weight = next(shape for shape in inputs[1:] if len(shape) == len(inputs[0]))

@@ -21,8 +21,8 @@ from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, tuned_setting
-from vitx.runtimes.requirements import require
-from vitx.runtimes.session import Session, image_shape
+from vitx.runtimes.requirements import RUNTIMES, require
+from vitx.runtimes.session import Session, device_name, image_shape, is_cpu
 from vitx.serve.options import ServeOptions
 
 
@@ -126,14 +126,15 @@ class BenchRequest:
     ) -> LoadTestReport:
         """Measure rates and scenarios through the server's batcher, for `seconds` each. p99: the bound, in seconds.
 
-        instances: None takes what `--tune` found for this machine, if no threads were asked for either, else one.
+        instances: None takes what `--tune` found for this processor, if no threads were asked for either, else one.
         """
         if not (0 < seconds < math.inf and p99 > 0):
             raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0, and finite seconds")
         for rate in rates:
             check_arrivals(rate, seconds)  # before anything is loaded
         name = self._only("--rate and --scenario")
-        tuned = tuned_setting(self.bundle, name) if instances is None and self.threads is None else None
+        unset = instances is None and self.threads is None
+        tuned = tuned_setting(self.bundle, name) if unset and self._on_processor(name) else None
         count = tuned.instances if tuned else instances or 1
         threads = tuned.threads if tuned else self.threads
         load = partial(load_session, self.bundle, name, device=self.device, threads=threads)
@@ -171,6 +172,10 @@ class BenchRequest:
         if len(self.names) > 1 or _runs_a_run(self.names[0]):
             raise InputError(f"{option}: expected one runtime that runs bundles, not {', '.join(self.names)}")
         return self.names[0]
+
+    def _on_processor(self, name: str) -> bool:
+        own = RUNTIMES[name].device
+        return is_cpu(device_name(self.device) if own == "auto" else own)
 
     def _load(self, name: str) -> Session:
         return load_session(self.bundle, name, device=self.device, threads=self.threads)
