@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from bundle_fixture import IMAGE_SIZE, PREPROCESSING, write_bundle
+from bundle_fixture import IMAGE_SIZE, PREPROCESSING, with_embedding, write_bundle
 from run_fixture import ColourMean, write_run
 from vitx.core.bundle import Bundle, FileEntry
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.runtimes import SessionClosed
 from vitx.runtimes import openvino as openvino_runtime
 from vitx.runtimes import torch as torch_runtime
 from vitx.runtimes.openvino import IR, OpenVinoSession
@@ -31,6 +32,10 @@ class Model:
         self.precision, self.requests = "bf16", 0
         self.outputs = [SimpleNamespace(get_names=lambda: {"logits"})]
         self.error: Exception | None = None
+
+    def read_model(self, graph: Any) -> bytes:
+        content: bytes = graph.read()
+        return content
 
     def compile_model(self, *arguments: Any) -> "Model":
         self.compiled.append(arguments)
@@ -50,7 +55,8 @@ class Model:
             assert [*inputs] == ["images"]
             if self.error is not None:
                 raise self.error
-            return {"logits": np.full((len(inputs["images"]), 4), number, np.float32)}
+            logits = np.full((len(inputs["images"]), 4), number, np.float32)
+            return {"outputs/embedding": -logits[:, :2], "logits": logits}
 
         return SimpleNamespace(infer=infer)
 
@@ -122,6 +128,44 @@ def test_an_idle_request_is_taken_and_a_failed_one_is_not(core: Model, bundle: B
         session.infer(IMAGES[0])
 
 
+def test_further_outputs_are_read_from_the_graph_and_their_parts(core: Model, tmp_path: Path) -> None:
+    bundle = with_embedding(write_bundle(tmp_path / "tiny.vitx"))
+    core.outputs.append(SimpleNamespace(get_names=lambda: {"outputs/embedding"}))
+    session = OpenVinoSession(bundle, outputs=("embedding",))
+    assert core.compiled[0][0] == bundle.graph_bytes(("embedding",))
+    assert session.artefacts == ("model.onnx", "outputs/embedding.onnx")
+    assert (session.outputs, session.describe()["outputs"]) == (("embedding",), ["embedding"])
+    found = session.infer_outputs(IMAGES)
+    assert [(name, values.tolist()) for name, values in found.items()] == [
+        ("logits", [[1.0] * 4] * 2),
+        ("embedding", [[-1.0] * 2] * 2),
+    ]
+    assert session.infer(IMAGES).tolist() == [[1.0] * 4] * 2
+    core.error = RuntimeError("no memory")
+    with pytest.raises(CheckFailed, match=r"^the graph of 'tiny' fails on a batch of 2: no memory$"):
+        session.infer(IMAGES)
+    with pytest.raises(InputError, match=r"^OpenVINO cannot load .*model\.onnx with embedding: no memory$"):
+        OpenVinoSession(bundle, outputs=("embedding",))
+    core.error = None
+    core.outputs.pop()
+    with pytest.raises(
+        InputError, match=r"^the manifest names the output 'outputs/embedding', but the graph has logits$"
+    ):
+        OpenVinoSession(bundle, outputs=("embedding",))
+    session.close()
+    with pytest.raises(SessionClosed):
+        session.infer(IMAGES)
+    assert not {"_model", "_idle"} & vars(session).keys()
+
+
+def test_without_an_ir_openvino_says_how_to_make_one(core: Model, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match="has no OpenVINO IR: export it again with --openvino, or choose onnxruntime-cpu"
+    ):
+        OpenVinoSession(write_bundle(tmp_path / "bare.vitx"))
+    assert core.compiled == []
+
+
 def exact(images: Any) -> Any:
     pixels = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
     return pixels.mean(axis=(1, 2))
@@ -152,6 +196,78 @@ def test_a_network_is_run_in_evaluation_mode_as_it_was_normalised(monkeypatch: p
         "precision": "fp32",
         "threads": torch.get_num_threads(),
     }
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16, 3), (1, 8, 8, 3), (16, 16, 3), (1, 3, 16, 16)])
+def test_a_network_takes_images_alone(shape: tuple[int, ...]) -> None:
+    """It had answered for images of another size, of another type, and for none at all."""
+    session = TorchSession(ColourMean(4), PREPROCESSING, device="cpu")
+    for images in (np.zeros(shape, np.uint8), np.zeros((1, 16, 16, 3), np.float32), np.zeros((1, 16, 16, 3), np.int64)):
+        with pytest.raises(InputError, match=r"^images are .*: expected uint8 \(N, 16, 16, 3\), at least one image$"):
+            session.infer(images)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_gpu_that_fails_is_one_error(kind: type[Exception]) -> None:
+    class Failing(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise kind("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+
+    session = TorchSession(Failing(), PREPROCESSING, device="cpu")
+    with pytest.raises(CheckFailed, match=r"^the network fails on cpu on a batch of 2: CUDA out of memory.* 9 GiB$"):
+        session.infer(IMAGES)
+
+
+def test_a_network_is_compiled_while_it_loads_and_the_callers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a batch of one and once for others: torch specialises on a size of one."""
+    network, batches = ColourMean(4), []
+
+    class Compiled(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            batches.append(len(images))
+            logits: torch.Tensor = network(images) + 1
+            return logits
+
+    asked: list[Any] = []
+
+    def compile_network(module: nn.Module, **given: object) -> nn.Module:
+        asked.append((module, given))
+        return Compiled()
+
+    monkeypatch.setattr(torch_runtime, "require", asked.append)
+    monkeypatch.setattr(torch, "compile", compile_network)
+    session = TorchSession(network, PREPROCESSING, device="cpu", compiled=True)
+    assert (asked, batches) == (["torch-compile", (network, {"dynamic": True})], [2, 1])
+    np.testing.assert_allclose(
+        session.infer(IMAGES), TorchSession(network, PREPROCESSING, device="cpu").infer(IMAGES) + 1, rtol=1e-5
+    )
+    assert (session.network(), session.describe()["runtime"]) == (network, "torch-compile")
+
+
+def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        EnvironmentMissing, match=r"^device cuda was asked for, but torch sees no GPU; choose --device cpu$"
+    ):
+        TorchSession(ColourMean(4), PREPROCESSING, device="cuda")
+    assert TorchSession(ColourMean(4), PREPROCESSING).describe()["provider"] == "cpu"
+
+
+def test_operations_are_of_one_image_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = TorchSession(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4)), PREPROCESSING, device="cpu")
+    assert session.flops() == 2 * 3 * 16 * 16 * 4
+
+    def refuse(*given: Any) -> int:
+        raise InputError("no formula")
+
+    monkeypatch.setattr(torch_runtime, "count_flops", refuse)
+    assert session.flops() is None
+
+
+def test_a_network_on_a_gpu_is_copied_for_who_asks_for_it() -> None:
+    session = TorchSession(ColourMean(4), PREPROCESSING, device="cpu")
+    session._device = torch.device("cuda")
+    assert session.network() is not session._network
 
 
 def test_convolutions_of_a_gpu_are_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """TensorRT plans in service: what is decided before a GPU is touched, and the calls on fakes. No plan is run."""
 
-import ctypes
 import importlib
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorrt_fixture import FakeTensorRT, HostMemoryCuda
 
 from bundle_fixture import IMAGE_SIZE, NumpySession, write_bundle
 from gpu_fixture import OPTIONS, PROFILES, add_plan, build_driver
@@ -209,125 +209,6 @@ def test_the_probe_prevents_the_crash_of_the_lean_runtime(lean: Path, tmp_path: 
         assert line.startswith("3 imported cudaStreamCreate failed: cudaError")
 
 
-class HostMemoryCuda:
-    """The names of `cuda.bindings.runtime` that are used, over this machine's own memory; copies happen on a sync."""
-
-    cudaHostAllocDefault = 0
-    cudaError_t = SimpleNamespace(cudaSuccess="success")
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice="up", cudaMemcpyDeviceToHost="down")
-
-    def __init__(self) -> None:
-        self.memory: dict[int, Any] = {}
-        self.queue: list[Any] = []
-
-    def _allocate(self, size: int) -> tuple[str, int]:
-        memory = (ctypes.c_uint8 * size)()
-        self.memory[ctypes.addressof(memory)] = memory
-        return "success", ctypes.addressof(memory)
-
-    def cudaHostAlloc(self, size: int, flags: int) -> tuple[str, int]:
-        return self._allocate(size)
-
-    def cudaMalloc(self, size: int) -> tuple[str, int]:
-        return self._allocate(size)
-
-    def _free(self, address: int) -> tuple[str]:
-        del self.memory[address]
-        return ("success",)
-
-    cudaFreeHost = cudaFree = _free
-
-    def cudaStreamCreate(self) -> tuple[str, int]:
-        return "success", 7
-
-    def cudaStreamDestroy(self, stream: int) -> tuple[str]:
-        return ("success",)
-
-    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: str, stream: int) -> tuple[str]:
-        self.queue.append(lambda: ctypes.memmove(target, source, size))
-        return ("success",)
-
-    def cudaStreamSynchronize(self, stream: int) -> tuple[str]:
-        while self.queue:
-            self.queue.pop(0)()
-        return ("success",)
-
-
-class Context:
-    """An execution context that computes the bundles' function, once its work is waited for."""
-
-    def __init__(self, cuda: HostMemoryCuda, ran: list[tuple[int, int]]) -> None:
-        self.cuda, self.ran = cuda, ran
-        self.addresses: dict[str, int] = {}
-
-    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
-        self.profile = index
-        return True
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self.addresses[name] = address
-        return True
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shape = shape
-        return PROFILES[self.profile].minimum <= shape[0] <= PROFILES[self.profile].maximum
-
-    def execute_async_v3(self, stream: int) -> bool:
-        shape = self.shape
-        self.ran.append((self.profile, shape[0]))
-        self.cuda.queue.append(lambda: self._compute(shape))
-        return True
-
-    def _compute(self, shape: tuple[int, ...]) -> None:
-        size = array_bytes(shape, np.uint8)
-        images = np.frombuffer(ctypes.string_at(self.addresses["images"], size), np.uint8).reshape(shape)
-        logits = NumpySession().infer(images).tobytes()
-        ctypes.memmove(self.addresses["logits"], logits, len(logits))
-
-
-class FakeTensorRT:
-    """The names of TensorRT that a session uses; its one engine has the profiles of `gpu_fixture`."""
-
-    DataType = SimpleNamespace(UINT8=SimpleNamespace(name="UINT8"), FLOAT=SimpleNamespace(name="FLOAT"))
-    ExecutionContextAllocationStrategy = SimpleNamespace(ON_PROFILE_CHANGE="on profile change")
-
-    class ILogger:
-        Severity = SimpleNamespace(ERROR=SimpleNamespace(name="ERROR"))
-
-    def __init__(self, cuda: HostMemoryCuda) -> None:
-        self.ran: list[tuple[int, int]] = []
-        self.profiles = PROFILES
-        self.output = self.DataType.FLOAT
-        self.refused = ""
-        kinds = {"images": lambda: self.DataType.UINT8, "logits": lambda: self.output}
-        self.engine = SimpleNamespace(
-            num_io_tensors=2,
-            num_optimization_profiles=len(PROFILES),
-            get_tensor_name=list(kinds).__getitem__,
-            get_tensor_dtype=lambda name: kinds[name](),
-            get_tensor_profile_shape=lambda name, index: [
-                (size, IMAGE_SIZE, IMAGE_SIZE, 3)
-                for size in (
-                    self.profiles[index].minimum,
-                    self.profiles[index].optimum,
-                    self.profiles[index].maximum,
-                )
-            ],
-            create_execution_context=lambda strategy: Context(cuda, self.ran),
-        )
-
-    def Runtime(self, logger: Any) -> Any:
-        def deserialize(plan: bytes) -> Any:
-            assert plan == b"plan"
-            if self.refused:
-                logger.log(self.ILogger.Severity.ERROR, self.refused)
-                return None
-            return self.engine
-
-        self.runtime = SimpleNamespace(engine_host_code_allowed=None, deserialize_cuda_engine=deserialize)
-        return self.runtime
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> HostMemoryCuda:
     cuda = HostMemoryCuda()
@@ -390,7 +271,7 @@ def test_close_frees_the_memory(bundle: Bundle, fake_tensorrt: FakeTensorRT, cud
     session = TensorRTSession(bundle, "tensorrt")
     assert sorted(len(memory) for memory in cuda.memory.values()) == [32 * 4 * 4] * 2 + [32 * 16 * 16 * 3] * 2
     session.close()
-    assert cuda.memory == {}
+    assert (cuda.memory, cuda.streams) == ({}, [])
     with pytest.raises(SessionClosed):
         session.infer(random_images(1))
     assert session.describe()["provider"] == "Fake GPU (sm89)"
@@ -420,9 +301,67 @@ def test_an_engine_that_is_not_what_its_sidecar_says(bundle: Bundle, fake_tensor
     fake_tensorrt.output = SimpleNamespace(name="HALF")
     with pytest.raises(CheckFailed, match=r"has the tensors images UINT8, logits HALF, and the manifest images"):
         TensorRTSession(bundle, "tensorrt")
-    fake_tensorrt.refused = "this is no plan"
-    with pytest.raises(CheckFailed, match=r"tensorrt 10\.16\.1\.11 could not open .*: this is no plan"):
+    fake_tensorrt.refuses = "plan"
+    with pytest.raises(CheckFailed, match=r"tensorrt 10\.16\.1\.11 could not open .*: it gave no reason$"):
         TensorRTSession(bundle, "tensorrt")
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "said"),
+    [
+        ("plan", CheckFailed, r"tensorrt 10\.16\.1\.11 could not open .*tensorrt\.plan'"),
+        ("context", EnvironmentMissing, r"could not make a context for .*tensorrt\.plan'"),
+        *((name, EnvironmentMissing, "cannot use profile 0 of ") for name in ("profile", "images", "logits", "shape")),
+    ],
+)
+def test_what_tensorrt_refuses_is_told_with_its_errors(
+    bundle: Bundle, fake_tensorrt: FakeTensorRT, cuda: HostMemoryCuda, refused: str, error: Any, said: str
+) -> None:
+    fake_tensorrt.refuses = refused
+    fake_tensorrt.errors = (("INFO", "hello"), ("ERROR", " no memory\n"), ("INTERNAL_ERROR", "no kernel"))
+    with pytest.raises(error, match=f"{said}.*: no memory; no kernel$"):
+        TensorRTSession(bundle, "tensorrt")
+
+
+@pytest.mark.parametrize("refused", ["shape", "execute"])
+def test_a_batch_that_fails_is_one_error_and_the_next_one_runs(
+    bundle: Bundle, fake_tensorrt: FakeTensorRT, refused: str
+) -> None:
+    session, images = TensorRTSession(bundle, "tensorrt"), random_images(5)
+    fake_tensorrt.refuses = refused
+    with pytest.raises(CheckFailed, match=r"^the plan of 'tiny' fails on a batch of 5: it gave no reason$"):
+        session.infer(images)
+    fake_tensorrt.refuses = ""
+    np.testing.assert_array_equal(session.infer(images), NumpySession().infer(images))
+
+
+def test_a_plan_of_other_images_or_classes_is_refused(bundle: Bundle, fake_tensorrt: FakeTensorRT) -> None:
+    """What it writes would not fit the buffer of the logits."""
+    fake_tensorrt.classes = 1000
+    with pytest.raises(CheckFailed, match=r"tensorrt\.plan' gives \(1, 1000\) for 1 images: expected \(1, 4\)$"):
+        TensorRTSession(bundle, "tensorrt")
+    fake_tensorrt.size = 224
+    with pytest.raises(
+        CheckFailed, match=r"takes images \(224, 224, 3\), and those of the manifest are \(16, 16, 3\)$"
+    ):
+        TensorRTSession(bundle, "tensorrt")
+
+
+def test_black_images_fill_a_batch_up(tmp_path: Path, fake_tensorrt: FakeTensorRT) -> None:
+    eight = (Profile(minimum=4, optimum=8, maximum=8),)
+    bundle = add_plan(write_bundle(tmp_path / "b.vitx"), "tensorrt", profiles=eight)
+    fake_tensorrt.profiles, fake_tensorrt.engine.num_optimization_profiles = eight, 1
+    session, images = TensorRTSession(bundle, "tensorrt"), random_images(8)
+    session.infer(images)
+    np.testing.assert_array_equal(session.infer(images[:2]), NumpySession().infer(images[:2]))
+    assert (fake_tensorrt.ran, fake_tensorrt.seen[2:].any()) == ([(0, 8), (0, 4)], False)
+
+
+def test_a_gpu_without_memory_is_one_error(bundle: Bundle, fake_tensorrt: FakeTensorRT, cuda: HostMemoryCuda) -> None:
+    cuda.failing = "cudaMalloc"
+    with pytest.raises(CudaError, match=r"^cudaMalloc failed: cudaErrorMemoryAllocation \(out of memory\)$"):
+        TensorRTSession(bundle, "tensorrt")
+    assert (cuda.memory, cuda.streams) == ({}, [])
 
 
 def test_a_library_without_its_own_libraries(

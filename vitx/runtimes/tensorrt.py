@@ -132,6 +132,8 @@ class TensorRTSession(Session):
             batches = tuple(shape[0] for shape in shapes)
             if batches != (profile.minimum, profile.optimum, profile.maximum):
                 raise CheckFailed(f"profile {index} of '{self._plan}' is {batches}, and its sidecar says {profile}")
+            if (size := _sizes(shapes[0])[1:]) != self._shape:
+                raise CheckFailed(f"'{self._plan}' takes images {size}, and those of the manifest are {self._shape}")
 
     def _context(self, profile: int) -> "trt.IExecutionContext":
         """An execution context of one profile, with memory for that profile alone, bound to the buffers."""
@@ -141,9 +143,14 @@ class TensorRTSession(Session):
         taken = context.set_optimization_profile_async(profile, self._stream.handle)
         taken = taken and context.set_tensor_address(self._manifest.input.name, self._images.device)
         taken = taken and context.set_tensor_address(self._manifest.output.name, self._logits.device)
+        rows = self._info.profiles[profile].maximum
+        taken = taken and context.set_input_shape(self._manifest.input.name, (rows, *self._shape))
         self._stream.synchronize()
         if not taken:
             raise EnvironmentMissing(f"{self._name()} cannot use profile {profile} of '{self._plan}': {self._reason()}")
+        # Of more classes it would write beyond the end of the buffer.
+        if (given := _sizes(context.get_tensor_shape(self._manifest.output.name))) != (rows, self._classes):
+            raise CheckFailed(f"'{self._plan}' gives {given} for {rows} images: expected ({rows}, {self._classes})")
         return context
 
     def _name(self) -> str:
@@ -179,6 +186,10 @@ def import_tensorrt(module: str, flavor: Flavor) -> Any:
         raise EnvironmentMissing(
             f"{module} cannot be imported ({error}): pip install 'vitx[{EXTRAS[flavor]}]'"
         ) from None
+
+
+def _sizes(dims: "trt.Dims") -> tuple[int, ...]:
+    return tuple(dims[index] for index in range(len(dims)))
 
 
 def _typed(tensors: "dict[str, trt.DataType]") -> str:

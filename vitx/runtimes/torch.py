@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.core.errors import EnvironmentMissing, InputError, unknown_name
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line, unknown_name
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
@@ -18,7 +18,7 @@ from vitx.models import image_tensor, load_run_model, reattention_impl
 from vitx.models.flops import count_flops
 from vitx.models.outputs import recorded_outputs
 from vitx.runtimes.requirements import require
-from vitx.runtimes.session import Device, Float32Array, Session, device_name
+from vitx.runtimes.session import Device, Float32Array, Session, check_images, device_name
 
 
 class TorchSession(Session):
@@ -65,12 +65,16 @@ class TorchSession(Session):
 
     @torch.inference_mode()
     def _infer(self, images: UInt8Array) -> Float32Array:
+        size = self._preprocessing.image_size
+        check_images(images, (size, size, 3))
         # torch.from_numpy refuses negative strides, which a reversed batch has.
-        inputs = image_tensor(np.ascontiguousarray(images), self._preprocessing.mean, self._preprocessing.std).to(
-            self._device
-        )
-        with self._full_precision():
-            logits: Float32Array = self._model(inputs).float().cpu().numpy()
+        inputs = image_tensor(np.ascontiguousarray(images), self._preprocessing.mean, self._preprocessing.std)
+        try:
+            with self._full_precision():
+                logits: Float32Array = self._model(inputs.to(self._device)).float().cpu().numpy()
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # of the GPU
+            what = f"the network fails on {self._device} on a batch of {len(images)}"
+            raise CheckFailed(f"{what}: {first_line(error)}") from None
         return logits
 
     @torch.inference_mode()
