@@ -310,6 +310,7 @@ def test_auto_is_a_gpu_where_there_is_one_and_a_build_for_it(
             *("onnxruntime-tensorrt", "auto", "onnxruntime.OnnxRuntimeSession"),
             {"device": "cuda", "threads": 2, "tensorrt": True, "engine_cache": Path("cache")},
         ),
+        ("onnxruntime-int8", "cpu", "onnxruntime.OnnxRuntimeSession", {"device": "cpu", "threads": 2, "int8": True}),
         ("openvino", "cpu", "openvino.OpenVinoSession", {"threads": 2, "bf16": False, "outputs": ()}),
         ("openvino-bf16", "auto", "openvino.OpenVinoSession", {"threads": 2, "bf16": True, "outputs": ()}),
         ("tensorrt", "cuda", "tensorrt.TensorRTSession", {}),

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vitx.export.engines.flash_kernel import (
     why_not_compiled,
     without_scratch,
 )
+from vitx.models.flash.reattention import Tiles
 
 pytest.importorskip("triton")
 DEFAULT_SHARED = 48 * 1024
@@ -115,6 +117,96 @@ def test_only_tactics_that_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch
         assert tuple(kernel.tiles for kernel in kernels) == fitting
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kib"),
+    [(f"sm{number}", 99) for number in (86, 88, 89, 120, 121)]
+    + [("sm80", 163), ("sm87", 163), *((f"sm{number}", 227) for number in (90, 100, 103, 110))],
+)
+def test_a_block_has_the_shared_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatch, architecture: str, kib: int) -> None:
+    """CUDA C++ Programming Guide, compute capabilities."""
+    sizes = dict(zip(TILES["Reattention"], (kib * 1024, kib * 1024 + 1, 0), strict=True))
+    monkeypatch.setattr(
+        flash_kernel, "compiled_kernel", lambda *given: FlashKernel("k", "", given[-1], 128, sizes[given[-1]], 1)
+    )
+    found = compiled_kernels("Reattention", architecture, 4, 32, "fp16")
+    assert [kernel.shared for kernel in found] == [kib * 1024, 0]
+
+
+def test_the_tiles_that_are_timed() -> None:
+    small = Tiles(queries=16, keys=16, warps=1, stages=1, heads=2)
+    assert {
+        "Reattention": (Tiles(32, 16, 2, 2, 6), Tiles(32, 16, 2, 2, 4), small),
+        "TalkingHeads": (Tiles(64, 16, 4, 1, 4), Tiles(32, 16, 2, 1, 3), small),
+    } == TILES
+
+
+def entry_of(parameters: int) -> str:
+    names = ",\n".join(f"\t.param .u64 .ptr .global .align 16 kernel_param_{index}" for index in range(parameters))
+    return f".visible .entry kernel(\n{names}\n)\n{{\n\tret;\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("operator", "architecture", "half", "version"),
+    [
+        ("Reattention", "sm89", "fp16", 80),
+        ("TalkingHeads", "sm100", "bf16", 86),
+        ("Reattention", "sm103", "bf16", 88),
+        ("Reattention", "sm110", "bf16", 90),
+        ("Reattention", "sm120", "fp16", 87),
+        ("TalkingHeads", "sm121", "fp16", 88),
+    ],
+)
+def test_what_triton_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, operator: Operator, architecture: str, half: Half, version: int
+) -> None:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    from vitx.models.flash import kernels
+    from vitx.models.flash.reattention import kernel_constants, launch_options
+
+    talking, tiles = operator == "TalkingHeads", TILES[operator][-1]
+    function: Any = kernels.talking_heads_kernel if talking else kernels.reattention_kernel
+    pointers = [name for name in function.arg_names if name.endswith("_base")]
+    metadata = SimpleNamespace(
+        name="kernel", global_scratch_size=0, profile_scratch_size=0, num_warps=1, warp_size=32, shared=1234
+    )
+    asked: list[Any] = []
+
+    def compile_kernel(source: Any, target: Any, options: Any) -> Any:
+        asked.append((source, target, options, knobs.compilation.disable_line_info))
+        return SimpleNamespace(metadata=metadata, asm={"ptx": entry_of(len(pointers) + 3)})
+
+    monkeypatch.setattr("triton.compiler.ASTSource", lambda *given, **named: (given, named))
+    monkeypatch.setattr(triton, "compile", compile_kernel)
+    before = knobs.compilation.disable_line_info
+    make = compiled_kernel.__wrapped__  # what other tests compile stays in the cache
+    kernel = make(operator, architecture, 12, 32, half, tiles)
+    assert knobs.compilation.disable_line_info == before
+    ((source, target, options, without_lines),) = asked
+    ((given, signature), named) = source
+    constants = kernel_constants(12, 32, tiles, before=talking, bias=True)
+    kinds = dict.fromkeys(("q_base", "k_base", "v_base", "out_base"), f"*{half}")
+    expected = {
+        name: "constexpr" if name in constants else kinds.get(name, "*fp32" if name in pointers else "i32")
+        for name in function.arg_names
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in pointers}
+    assert (given, signature, named) == (function, expected, {"constexprs": constants, "attrs": aligned})
+    assert target == GPUTarget("cuda", int(architecture[2:]), 32)
+    assert (options, without_lines) == ({**launch_options(tiles), "ptx_version": version}, True)
+    # The inputs, the output and the number of tokens stay: the two pointers behind them are those to scratch memory.
+    assert kernel == FlashKernel("kernel", entry_of(len(pointers) + 1), tiles, 32, 1234, 6)
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        changed = SimpleNamespace(**{**vars(metadata), name: 128})
+        monkeypatch.setattr(
+            triton, "compile", lambda *_, changed=changed, **__: SimpleNamespace(metadata=changed, asm={"ptx": ""})
+        )
+        with pytest.raises(CheckFailed, match=f"^kernel for {architecture} needs scratch memory, which an engine does"):
+            make(operator, architecture, 12, 32, half, tiles)
+
+
 def test_the_smallest_tile_fits_everywhere_at_the_largest_size() -> None:
     assert compiled_kernel("Reattention", "sm89", 16, 64, "fp16", TILES["Reattention"][-1]).shared <= DEFAULT_SHARED
 
@@ -132,6 +224,7 @@ def test_unsupported_architectures_and_sizes(architecture: str, heads: int, widt
     with pytest.raises(InputError, match=message):
         compiled_kernels("Reattention", architecture, heads, width, "fp16")
     assert why_not_compiled(4, 1026, 32) == "tokens 1026, above 1025"
+    assert why_not_compiled(16, 1025, 64) is None
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
