@@ -152,6 +152,7 @@ def test_a_full_disk_is_told_of_the_folder_that_was_asked_for(tmp_path: Path) ->
                 shutil.copyfile(stage / name, stage / "full")  # its error names both
             (stage / "full").write_text("x")
         assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "folder"), None)
+        assert str(caught.value).endswith("/folder'")  # which ended in "-> None"
     with pytest.raises(OSError, match="No space left") as caught, staged_folder(tmp_path / "folder"):
         raise OSError(errno.ENOSPC, "No space left", "/elsewhere")
     assert caught.value.filename == "/elsewhere"

@@ -86,10 +86,15 @@ def test_other_images_are_named(images: Any, given: str) -> None:
     check_images(np.zeros((2, 16, 16, 3), np.uint8), [16, 16, 3])
 
 
-def test_a_session_without_a_description_is_none() -> None:
+def test_a_session_computes_and_is_described() -> None:
     class Silent(Session):
         def _infer(self, images: Any) -> Any:
             raise NotImplementedError
 
-    with pytest.raises(TypeError, match=r"abstract method .*describe"):
-        Silent()  # type: ignore[abstract]
+    class Idle(Session):
+        def describe(self) -> dict[str, Any]:
+            return {}
+
+    for kind, lacking in ((Silent, "describe"), (Idle, "_infer")):
+        with pytest.raises(TypeError, match=f"abstract method .*{lacking}"):
+            kind()

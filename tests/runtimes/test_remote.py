@@ -130,12 +130,13 @@ def test_a_server_of_normalised_images_gets_them_planar(datatype: str, close: fl
 
 def test_planes_are_red_green_blue() -> None:
     """The sum and the largest number would be those of any order."""
+    imagenet = Preprocessing(image_size=4)
     with serving(Model(inputs=[{"name": "x", "datatype": "FP32", "shape": [-1, 3, 4, 4]}])) as url:
-        sent = RemoteSession(url, PREPROCESSING, 2)._tensor(IMAGES)
+        sent = RemoteSession(url, imagenet, 2)._tensor(IMAGES)
     assert sent.shape == (5, 3, 4, 4)
-    single = (IMAGES.astype("f4") / 255 - np.array(PREPROCESSING.mean, "f4")) / np.array(PREPROCESSING.std, "f4")
+    single = (IMAGES.astype("f4") / 255 - np.array(imagenet.mean, "f4")) / np.array(imagenet.std, "f4")
     np.testing.assert_array_equal(sent, single.transpose(0, 3, 1, 2))  # as networks are normalised, in float32
-    assert sent[2, 1, 3, 0] == pytest.approx((IMAGES[2, 3, 0, 1] / 255 - 0.25) / 0.25)
+    assert sent[2, 1, 3, 0] == pytest.approx((IMAGES[2, 3, 0, 1] / 255 - imagenet.mean[1]) / imagenet.std[1])
 
 
 def test_the_token_goes_with_every_request_and_to_no_other_server() -> None:

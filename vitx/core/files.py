@@ -305,7 +305,7 @@ def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
             _place_folder(stage, target)
     except OSError as error:
         if error.errno in FULL_DISK and Path(error.filename2 or error.filename or stage).is_relative_to(stage):
-            error.filename, error.filename2 = str(target), None  # the stage is gone when this is read
+            raise OSError(error.errno, error.strerror, str(target)) from None  # the stage is gone when this is read
         raise
     finally:
         shutil.rmtree(stage, ignore_errors=True)

@@ -174,6 +174,74 @@ def test_a_bias_for_each_pair_of_tokens_is_none_of_heads() -> None:
     assert [*fuse_reattention(plain).skipped.values()] == ["a mix of its 4 heads is (4, 4), its bias (4,)"]
 
 
+def attentions(*kinds: str) -> onnx.ModelProto:
+    """One attention of four heads and four tokens for each kind, on the same queries, keys and values."""
+    parts, outputs = [], []
+    for place, kind in enumerate(kinds):
+        name = f"{kind}{place}"
+        key, view, maps = ("k6", "view6", "maps6") if kind == "cross" else ("k", "view", "maps")
+        value = {"cross": "v6", "strange": "strange"}.get(kind, "v")
+        mixed = f"""
+  {name}_rows = Reshape({name}_map, {"queries" if kind == "queries" else view})
+  {name}_product = MatMul(weight, {name}_rows)
+  {name}_biased = Add({name}_product, bias)
+  {name}_after = Reshape({name}_biased, {maps})"""
+        parts.append(f"""
+  {name}_query = Transpose<perm = [0, 2, 1, 3]>(q)
+  {name}_key = Transpose<perm = [0, 2, 3, 1]>({key})
+  {name}_value = Transpose<perm = [0, 2, 1, 3]>({value})
+  {name}_scores = MatMul({name}_query, {name}_key)
+  {name}_map = Softmax{"<axis = 1>" if kind == "heads" else ""}({name}_scores){"" if kind == "plain" else mixed}
+  {name}_heads = MatMul({name}_{"map" if kind == "plain" else "after"}, {name}_value)
+  {name} = Transpose<perm = [0, 2, 1, 3]>({name}_heads)""")
+        outputs.append(f"float[B,4,4,8] {name}")
+    text = f"""
+<ir_version: 10, opset_import: ["": 20, "other": 1]>
+mixed (float[B,4,4,8] q, float[B,4,4,8] k, float[B,4,4,8] v, float[B,6,4,8] k6, float[B,6,4,8] v6) =>
+({", ".join(outputs)}, float[B,4,4,8] classes, float[B,4,4,8] unknown)
+<int64[3] view = {{-1, 4, 16}}, int64[3] view6 = {{-1, 4, 24}}, int64[3] queries = {{-1, 4, 4}},
+ int64[4] maps = {{-1, 4, 4, 4}}, int64[4] maps6 = {{-1, 4, 4, 6}}, int64[2] flat = {{-1, 128}}> {{
+  strange = other.Make(v)
+  unknown = Softmax(strange)
+  row = Reshape(q, flat)
+  classes = Softmax(row){"".join(parts)}
+}}
+"""
+    model, random = onnx.parser.parse_model(text), np.random.default_rng(0)
+    values = {"weight": random.standard_normal((4, 4), "f4"), "bias": random.standard_normal((4, 1), "f4")}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    for node in model.graph.node:
+        node.name = node.output[0]
+    return model
+
+
+def test_each_attention_is_looked_at_alone() -> None:
+    """Before one that is fused stand others: a Softmax of classes, and of what no shape is known of, is none."""
+    kinds = ("plain", "cross", "queries", "heads", "strange", "mixed", "plain", "mixed")
+    graph = fuse_reattention(attentions(*kinds))
+    assert graph.fused == ("mixed5_map", "mixed7_map")
+    assert graph.skipped == {
+        "queries2_map": "what stands around its softmax is no mix over heads",
+        "heads3_map": "its softmax is over axis 1",
+        "strange4_map": "queries, keys and values are not all of one known shape (B, N, H, K)",
+    }
+    asked: list[Any] = []
+
+    def unsupported(*given: int) -> str | None:
+        asked.append(given)
+        return "the first is refused" if len(asked) == 1 else None
+
+    graph = fuse_reattention(attentions("mixed", "mixed"), unsupported=unsupported)
+    assert asked == [(TensorProto.FLOAT, 4, 4, 8)] * 2
+    assert (graph.fused, graph.skipped) == (("mixed1_map",), {"mixed0_map": "the first is refused"})
+    nodes = {node.name: node for node in graph.model.graph.node}
+    assert (nodes["mixed1_map"].op_type, nodes["mixed1_map"].domain) == ("Reattention", DOMAIN)
+    mixes = ["mixed1_map/weight", "mixed1_map/bias"]
+    assert ([*nodes["mixed1_map"].input], [*nodes["mixed1_map"].output]) == (["q", "k", "v", *mixes], ["mixed1"])
+    assert not [name for name in nodes if name.startswith("mixed1_") and name != "mixed1_map"]
+    assert [entry.domain for entry in graph.model.opset_import].count(DOMAIN) == 1
+
+
 @pytest.mark.parametrize("operator", ["Reattention", "TalkingHeads"])
 def test_definitions_against_float64(operator: Operator) -> None:
     """ONNX's reference evaluator runs the function; the formula is computed term by term."""
