@@ -357,6 +357,21 @@ def test_black_images_fill_a_batch_up(tmp_path: Path, fake_tensorrt: FakeTensorR
     assert (fake_tensorrt.ran, fake_tensorrt.seen[2:].any()) == ([(0, 8), (0, 4)], False)
 
 
+def test_a_plan_that_changes_after_it_was_verified_is_not_run(
+    bundle: Bundle, fake_tensorrt: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold code, which a signed manifest vouches for."""
+
+    def replaced(*given: Any) -> Any:
+        found = find_plan(*given)
+        found[0].write_bytes(b"other code")
+        return found
+
+    monkeypatch.setattr("vitx.runtimes.tensorrt.find_plan", replaced)
+    with pytest.raises(CheckFailed, match=r"tensorrt\.plan' was changed while it was loaded: load it again$"):
+        TensorRTSession(bundle, "tensorrt")
+
+
 def test_a_gpu_without_memory_is_one_error(bundle: Bundle, fake_tensorrt: FakeTensorRT, cuda: HostMemoryCuda) -> None:
     cuda.failing = "cudaMalloc"
     with pytest.raises(CudaError, match=r"^cudaMalloc failed: cudaErrorMemoryAllocation \(out of memory\)$"):

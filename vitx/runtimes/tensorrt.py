@@ -12,6 +12,7 @@ import numpy as np
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.files import sha256_bytes
 from vitx.core.machine import local_gpus
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import EXTRAS, Flavor, library_for
@@ -106,9 +107,12 @@ class TensorRTSession(Session):
 
     def _open(self) -> "trt.ICudaEngine":
         runtime = self.trt.Runtime(self._logger)
-        # A version-compatible plan contains the lean runtime, which is code: `find_plan` has verified its digest.
+        plan = self._plan.read_bytes()
+        # A version-compatible plan contains the lean runtime, which is code: what was verified is what is run.
+        if sha256_bytes(plan) != self._manifest.files[self.artefacts[0]].sha256:
+            raise CheckFailed(f"'{self._plan}' was changed while it was loaded: load it again")
         runtime.engine_host_code_allowed = self._info.options.version_compatible
-        engine = runtime.deserialize_cuda_engine(self._plan.read_bytes())
+        engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise CheckFailed(f"{self._name()} could not open '{self._plan}': {self._reason()}")
         self._runtime = runtime  # an engine needs its runtime

@@ -202,7 +202,8 @@ mixed (float[B,4,4,8] q, float[B,4,4,8] k, float[B,4,4,8] v, float[B,6,4,8] k6, 
 <int64[3] view = {{-1, 4, 16}}, int64[3] view6 = {{-1, 4, 24}}, int64[3] queries = {{-1, 4, 4}},
  int64[4] maps = {{-1, 4, 4, 4}}, int64[4] maps6 = {{-1, 4, 4, 6}}, int64[2] flat = {{-1, 128}}> {{
   strange = other.Make(v)
-  unknown = Softmax(strange)
+  lost = Softmax(strange)
+  unknown = other.Make(lost)
   row = Reshape(q, flat)
   classes = Softmax(row){"".join(parts)}
 }}
@@ -240,6 +241,58 @@ def test_each_attention_is_looked_at_alone() -> None:
     assert ([*nodes["mixed1_map"].input], [*nodes["mixed1_map"].output]) == (["q", "k", "v", *mixes], ["mixed1"])
     assert not [name for name in nodes if name.startswith("mixed1_") and name != "mixed1_map"]
     assert [entry.domain for entry in graph.model.opset_import].count(DOMAIN) == 1
+
+
+RANK_ONE = """
+<ir_version: 10, opset_import: ["": 20]>
+mixed (float[B,4,4,8] q, float[B,4,4,8] k, float[B,VALUES] x) => (float[B,4,32] logits)
+<int64[3] view = {-1, 4, 16}, int64[4] maps = {-1, 4, 4, 4}, int64[4] heads = {-1, 4, 4, 8},
+ int64[3] rows = {-1, 4, 32}, int64[1] axes = {AXES}> {
+  query = Transpose<perm = [0, 2, 1, 3]>(q)
+  key = Transpose<perm = [0, 2, 3, 1]>(k)
+  v = Reshape(x, heads)
+  value = Transpose<perm = [0, 2, 1, 3]>(v)
+  scores = MatMul(query, key)
+  map = Softmax(scores)
+  flat = Reshape(map, view)
+  product = MatMul(weight, flat)
+  after = Reshape(product, maps)
+  out4 = MatMul(after, value)
+  out = Transpose<perm = [0, 2, 1, 3]>(out4)
+  joined = Reshape(out, rows)
+  sums = ReduceSum(x, axes)
+  factor = Mul(sums, each)
+  logits = Add(joined, factor)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "axes", "each", "within"),
+    [
+        ("4,32", 1, [1.0, 2.0, 3.0, 4.0], True),
+        ("4,32", 2, [1.0, 2.0, 3.0, 4.0], False),  # over the channels
+        ("128,1", 1, [1.0, 2.0, 3.0, 4.0], False),  # over both
+        ("4,32", 1, [*range(32)], False),  # another factor for each channel
+    ],
+)
+def test_only_a_bias_for_each_head_goes_into_the_node(values: str, axes: int, each: list[float], within: bool) -> None:
+    """`bias ⊗ Σ_j V_j` is in the mix of the node; another sum of the values stays, and is right all the same."""
+    plain = onnx.parser.parse_model(RANK_ONE.replace("VALUES", values, 1).replace("{AXES}", f"{{{axes}}}"))
+    random = np.random.default_rng(0)
+    constants = {
+        "weight": random.standard_normal((4, 4), "f4"),
+        "each": np.repeat(np.array(each, "f4"), 32 // len(each)),
+    }
+    plain.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
+    fused = fuse_reattention(plain)
+    assert len(fused.fused) == 1
+    assert ("Add" not in [node.op_type for node in fused.model.graph.node]) == within
+    shapes = {"q": (2, 4, 4, 8), "k": (2, 4, 4, 8), "x": (2, *map(int, values.split(",")))}
+    feeds = {name: random.standard_normal(shape, "f4") for name, shape in shapes.items()}
+    (expected,) = ReferenceEvaluator(plain).run(None, feeds)
+    (found,) = ReferenceEvaluator(with_definitions(fused.model)).run(None, feeds)
+    np.testing.assert_allclose(np.asarray(found, "f4"), np.asarray(expected, "f4"), atol=1e-4)
 
 
 @pytest.mark.parametrize("operator", ["Reattention", "TalkingHeads"])
