@@ -130,7 +130,7 @@ def test_a_server_of_normalised_images_gets_them_planar(datatype: str, close: fl
 
 def test_planes_are_red_green_blue() -> None:
     """The sum and the largest number would be those of any order."""
-    imagenet = Preprocessing(image_size=4)
+    imagenet = Preprocessing(image_size=4, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     with serving(Model(inputs=[{"name": "x", "datatype": "FP32", "shape": [-1, 3, 4, 4]}])) as url:
         sent = RemoteSession(url, imagenet, 2)._tensor(IMAGES)
     assert sent.shape == (5, 3, 4, 4)

@@ -62,7 +62,7 @@ class OpenVinoSession(Session):
         for name in (bundle.manifest.output.name, *map(output_tensor, outputs)):
             if name not in given:
                 raise InputError(f"the manifest names the output '{name}', but the graph has {', '.join(given)}")
-        self._version = version("openvino").split("-")[0]
+        self._version = version("openvino")
         self._runtime = "openvino-bf16" if bf16 else "openvino"
         self._precision = "bf16" if bf16 else bundle.manifest.precision
         self._manifest = bundle.manifest
