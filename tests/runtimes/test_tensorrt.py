@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorrt_fixture import FakeTensorRT, HostMemoryCuda
 
 from bundle_fixture import IMAGE_SIZE, NumpySession, write_bundle
-from gpu_fixture import OPTIONS, PROFILES, add_plan, build_driver
+from gpu_fixture import OPTIONS, PROFILES, FakeTensorRT, HostMemoryCuda, add_plan, build_driver
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.machine import Gpu, local_gpus
