@@ -95,6 +95,7 @@ def test_a_session_computes_and_is_described() -> None:
         def describe(self) -> dict[str, Any]:
             return {}
 
-    for kind, lacking in ((Silent, "describe"), (Idle, "_infer")):
+    kinds: list[tuple[Any, str]] = [(Silent, "describe"), (Idle, "_infer")]
+    for kind, lacking in kinds:
         with pytest.raises(TypeError, match=f"abstract method .*{lacking}"):
             kind()
