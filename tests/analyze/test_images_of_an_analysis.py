@@ -45,4 +45,6 @@ def test_images_that_no_network_can_see_are_named_or_left_out(
     assert "--skip-bad" in error
     code, output, error = vitx(*command, "--skip-bad")
     assert code == 0, error
+    assert error.startswith("left out 1 image: ")
+    assert said in error
     assert json.loads(output)["networks"][0]["images"] == 4

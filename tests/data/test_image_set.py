@@ -1,6 +1,7 @@
 """Image sets: the digits, folders, and the errors of a folder that cannot be used."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.data.folder import list_images
 from vitx.data.image_set import evenly_spaced
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 
 
 def folder(root: Path, classes: tuple[str, ...] = ("cat", "dog"), splits: tuple[str, ...] = ("train", "val")) -> Path:
@@ -172,3 +173,12 @@ def test_a_folder_of_two_names_is_listed_once(tmp_path: Path) -> None:
     (tmp_path / "cat" / "dogs").symlink_to(tmp_path / "dog")
     assert len(list_images(tmp_path)) == 3
     assert [path.name for path in list_images(tmp_path / "cat")] == ["a.png", "a.png", "b.png"]
+
+
+def test_images_that_are_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [SimpleNamespace(skipped=skipped) for skipped in ((), ("a.png",), ("b.png", "c.png", "d.png"))]
+    log_skipped(*sets)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines() == [
+        "left out 1 image: a.png",
+        "left out 3 images: b.png and 2 more",
+    ]

@@ -162,3 +162,4 @@ def test_image_too_thin_to_be_resized_is_named_or_left_out(
         assert (code, "thin.png" in err, "too thin" in err) == (2, True, True), (command, err)
         code, _, err = vitx(*command, *data, "--skip-bad")
         assert code == 0, (command, err)
+        assert f"left out 1 image: {folder / 'thin.png'}: " in err

@@ -60,6 +60,11 @@ class AccuracyCounter:
         """Whether the answer to each image was right, bool (N,)."""
         return np.concatenate(self._correct[condition])
 
+    def keep(self, kept: npt.NDArray[np.bool_]) -> None:
+        """Forget the answers to all other images, bool (N,), under every condition."""
+        for condition in self._correct:
+            self._correct[condition] = [self.correct(condition)[kept]]
+
     def accuracy(self, condition: Hashable) -> float:
         """The share of correct answers, 0 to 1."""
         return float(self.correct(condition).mean())

@@ -47,6 +47,7 @@ class AnalysisOptions(Record):
     landscape_points: PositiveInt = 11
     module: str = Field(default="", description="whose weights the Hessian is in: blocks.3.attn; '' for all")
     corrupted: Path | None = Field(default=None, description="copies of CIFAR-C or ImageNet-C for `corruptions`")
+    skip_bad: bool = Field(default=False, description="leave out images of which one of these copies is unreadable")
 
 
 class MetricContext(NamedTuple):
@@ -72,7 +73,7 @@ class MetricContext(NamedTuple):
 
 
 # To be increased when a metric's definition changes: cached results of the older one are measured again.
-DEFINITIONS_VERSION = 9
+DEFINITIONS_VERSION = 10
 
 
 @dataclass(frozen=True, kw_only=True)

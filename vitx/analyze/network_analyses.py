@@ -17,6 +17,7 @@ from vitx.core.console import counted, log
 from vitx.core.errors import InputError
 from vitx.core.files import check_folder
 from vitx.data.image_set import ImageSet
+from vitx.data.open import log_skipped
 from vitx.models.device import choose_device
 from vitx.models.source import Source, SourceRequest
 
@@ -38,7 +39,7 @@ def analyze_networks(
     if request.out is not None:
         check_folder(request.out)
     device = choose_device(request.device)
-    options = AnalysisOptions(batch_size=request.batch_size, module=request.module, corrupted=request.corrupted)
+    options = AnalysisOptions(**request.model_dump(include={"batch_size", "module", "corrupted", "skip_bad"}))
     # A plain folder names no classes for a network that brings none.
     classes = request.data if request.data and not is_plain_folder(request.data) else None
     sources = [SourceRequest(target, request.checkpoint, request.weights, classes).load() for target in targets]
@@ -47,6 +48,7 @@ def analyze_networks(
         raise InputError(f"'{targets[0]}' brings no images: give --data")
     check_size = partial(_check_size, sources)
     images = open_analysis_images(data, request.images, skip_bad=request.skip_bad, check_size=check_size)
+    log_skipped(images)
     cache = request.out / "metrics" if request.out else None
     writer = None if request.out is None else ReportWriter(request.out)
     if request.out is not None:

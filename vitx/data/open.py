@@ -4,6 +4,7 @@ import os
 from itertools import zip_longest
 from pathlib import Path
 
+from vitx.core.console import log
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.run import is_split_file
 from vitx.data.digits import open_digits
@@ -67,6 +68,14 @@ def open_splits(
                 "in the same order"
             )
     return train, val
+
+
+def log_skipped(*sets: ImageSet) -> None:
+    """Say how many images of each set were left out, and name the first."""
+    for images in sets:
+        if count := len(images.skipped):
+            more = f"s: {images.skipped[0]} and {count - 1} more" if count > 1 else f": {images.skipped[0]}"
+            log(f"left out {count} image{more}")
 
 
 def has_splits(root: Path) -> bool:

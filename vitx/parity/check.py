@@ -12,7 +12,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import check_file, write_bytes
 from vitx.core.urls import read_token
 from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 from vitx.parity.certification import (
     certify_models,
     kept_certificate,
@@ -86,6 +86,7 @@ def check_parity(
         require_run(options.checkpoint, reference, candidate)
         data, check_size = options.data or reference.data or candidate.data, reference.preprocessing.check_size
         split = open_images(data, "val", skip_bad=options.skip_bad, check_size=check_size)
+        log_skipped(split)
         images = sample_images(split, options.images, options.max_flip_rate)
         if max(options.batch_sizes, default=0) > len(images):
             raise InputError(f"--batch-sizes {max(options.batch_sizes)}: expected at most the {len(images)} images")

@@ -10,7 +10,7 @@ from vitx.core.files import Record
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics, require_finite
 from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 from vitx.parity.loaded_model import open_model, require_run
 from vitx.parity.verdict import check_labels
 from vitx.runtimes.session import Session
@@ -64,4 +64,5 @@ def evaluate_path(
         require_run(which, model)
         images = open_images(data or model.data, "val", skip_bad=skip_bad, check_size=model.preprocessing.check_size)
         check_labels(images, model.labels)
+        log_skipped(images)
         return evaluate(model.session, images, model.preprocessing, quiet=quiet)

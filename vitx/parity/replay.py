@@ -19,7 +19,7 @@ from vitx.core.run import RunFolder
 from vitx.core.tolerance import MAX_LOGIT_ERROR, SIMILARITY_ALLOWED, coarser
 from vitx.data.folder import CheckSize
 from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 from vitx.parity.certification import (
     AcceptanceCriteria,
     bundle_batch_sizes,
@@ -138,6 +138,7 @@ def certified_images(
     skip_bad, check_size: as for `open_images`; a certificate made with them holds for the images that can be read.
     """
     images = open_images(data or certificate.data, "val", skip_bad=skip_bad, check_size=check_size)
+    log_skipped(images)
     digest = images.digest()
     if digest != certificate.data_sha256:
         raise CheckFailed(

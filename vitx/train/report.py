@@ -19,7 +19,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics, require_finite, wilson_interval
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 from vitx.models import image_tensor, load_run_model
 from vitx.train.loop.checkpoint import Metrics, best_row, folder_name, is_finished, read_metrics
 from vitx.train.loop.environment import RunEnvironment
@@ -103,6 +103,7 @@ def _stopped(history: list[Metrics], recipe: Recipe) -> str:
 def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:
     info = run.info
     images = open_images(data or info.data, "val", skip_bad=skip_bad, check_size=info.preprocessing.check_size)
+    log_skipped(images)
     if images.class_names != info.class_names:
         raise InputError(
             f"'{images.name}' has {len(images.class_names)} classes that are not the {len(info.class_names)} of "

@@ -172,6 +172,32 @@ def test_a_damaged_copy_is_named_with_its_corruption_and_severity(imagenet_c: Pa
         copies_robustness(mean_is_high, open_corrupted_copies(imagenet_c), PIXELS)
 
 
+def test_an_image_with_an_unreadable_copy_is_left_out_under_every_corruption(
+    imagenet_c: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoom, shot = imagenet_c / "blur" / "zoom_blur", imagenet_c / "noise" / "shot_noise"
+    (zoom / "4" / "n02" / "2.JPEG").write_bytes(b"no image")
+    (shot / "1" / "n01" / "0.JPEG").unlink()
+    (shot / "1" / "n01" / "0.JPEG").symlink_to("nowhere")
+    Image.new("RGB", (70_000, 1)).save(zoom / "5" / "n01" / "0.JPEG", "PNG")
+    copies = open_corrupted_copies(imagenet_c)
+    measured = copies_robustness(mean_is_high, copies, PIXELS, batch_size=4, skip_bad=True)
+    assert measured.images == len(measured.per_image["mean accuracy under corruptions"]) == 4
+    assert measured.accuracy["shot_noise"] == (1, 1, 1, 1, 1)
+    # Of each class's three the first s − 2 are wrong; the last of n02 and the first of n01 are left out.
+    assert measured.accuracy["zoom_blur"] == (1, 1, 0.75, 0.25, 0)
+    said = capsys.readouterr().err
+    assert said.startswith("left out 2 images: shot_noise/1/n01/0.JPEG: ")
+    assert said.endswith(" and 1 more\n")
+    with pytest.raises(InputError, match=r"^shot_noise/1/n01/0\.JPEG"):
+        copies_robustness(mean_is_high, copies, PIXELS)
+    for number in range(3):
+        for name in ("n01", "n02"):
+            (zoom / "2" / name / f"{number}.JPEG").write_bytes(b"")
+    with pytest.raises(InputError, match=r"^of every image a copy is unreadable, such as shot_noise/1/n01/0\.JPEG: "):
+        copies_robustness(mean_is_high, copies, PIXELS, skip_bad=True)
+
+
 def test_a_copy_that_is_a_broken_link_is_named(imagenet_c: Path) -> None:
     copy = imagenet_c / "blur" / "zoom_blur" / "4" / "n02" / "2.JPEG"
     copy.unlink()

@@ -22,7 +22,7 @@ from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.evaluation import Evaluation
 from vitx.train.loop.interruption import StopRequest, TrainingStopped
 from vitx.train.loop.optimization import OptimizerState
-from vitx.train.loop.result import TrainingResult, describe_epoch, log_skipped
+from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.loop.step import EpochLog
 from vitx.train.loop.trainer import Trainer
 
@@ -113,15 +113,6 @@ def test_an_epoch_in_one_line() -> None:
     assert describe_epoch(ROW, 12) == (
         "epoch 1/12: top-1 50.00% NLL 1.2500 (classification 1.500 total 2.250) lr 0.0012 1.3 s"
     )
-
-
-def test_images_that_are_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    sets = [SimpleNamespace(skipped=skipped) for skipped in ((), ("a.png",), ("b.png", "c.png", "d.png"))]
-    log_skipped(*sets)  # type: ignore[arg-type]
-    assert capsys.readouterr().err.splitlines() == [
-        "left out 1 image: a.png",
-        "left out 3 images: b.png and 2 more",
-    ]
 
 
 class Steps:

@@ -12,9 +12,10 @@ from vitx.analyze.corruption.constants import CORRUPTIONS
 from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes
+from vitx.core.preprocess import ImageError, decode
 from vitx.data.cifar import PngReader
-from vitx.data.folder import FileReader, folders_in, list_images
-from vitx.data.image_set import ImageSet
+from vitx.data.folder import CheckSize, FileReader, folders_in, list_images
+from vitx.data.image_set import ImageSet, encode_png
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,24 @@ class CorruptedCopies:
             labels=np.array([label for _, label in items], dtype=np.int64),
             read=FileReader(paths),
         )
+
+
+@dataclass(frozen=True)
+class BlankForUnreadable:
+    """`ImageSet.read` with a black image for what cannot be read; `unreadable`, by index, gets its key and why."""
+
+    images: ImageSet
+    check_size: CheckSize
+    unreadable: dict[int, str]
+
+    def __call__(self, index: int) -> bytes:
+        try:
+            data = self.images.read(index)
+            decode(data, check_size=self.check_size)
+        except ImageError as error:
+            self.unreadable.setdefault(index, f"{self.images.keys[index]}: {error}")
+            return encode_png(np.zeros((1, 1, 3), np.uint8))
+        return data
 
 
 def open_corrupted_copies(folder: Path, class_names: Sequence[str] | None = None) -> CorruptedCopies:

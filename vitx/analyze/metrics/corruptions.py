@@ -1,13 +1,14 @@
 """Accuracy under the fifteen common corruptions (Hendrycks & Dietterich, arXiv 1903.12261; docs/maths.md §5.3)."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vitx.analyze.accuracy import AccuracyCounter, Labels, Predict, labelled_batches
 from vitx.analyze.corruption.constants import CORRUPTIONS
-from vitx.analyze.corruption.copies import CorruptedCopies, open_corrupted_copies
+from vitx.analyze.corruption.copies import BlankForUnreadable, CorruptedCopies, open_corrupted_copies
 from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption, corrupt
 from vitx.analyze.intervals import Measured, mean_interval, rounded, share_text, with_interval
 from vitx.analyze.metric import Metric, MetricContext
@@ -16,6 +17,7 @@ from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
 from vitx.core.panels import LINES, WIDTH, Results, panels
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.data.open import log_skipped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,25 +89,37 @@ def copies_robustness(
     *,
     batch_size: int = 64,
     limit: int | None = None,
+    skip_bad: bool = False,
     baseline_errors: Mapping[str, float] | None = None,
 ) -> CorruptionRobustness:
     """`corruption_robustness` on copies of CIFAR-C or ImageNet-C, by default on all corruptions that the folder has.
 
     The copies are cropped already: they are resized to the network's image size, and no border is cut off again. limit:
-    at most so many images of each corruption and severity, evenly spaced. mCE: see `corruption_robustness`; on
-    ImageNet-C with `ALEXNET_ERRORS` it is the published measure.
+    at most so many images of each corruption and severity, evenly spaced. skip_bad: an image of which a copy cannot be
+    read is left out under every corruption, and counted; otherwise it raises ImageError. mCE: see
+    `corruption_robustness`; on ImageNet-C with `ALEXNET_ERRORS` it is the published measure.
     """
     corruptions = copies.corruptions if corruptions is None else corruptions
     whole = preprocessing.model_copy(update={"crop_fraction": 1.0})
     counter, count, first = AccuracyCounter(), 0, ""
+    unreadable: dict[int, str] = {}
     for corruption, severity in _conditions(corruptions, severities, baseline_errors):
         images = copies.open(corruption, severity)
         count, first = count or len(images), first or images.name
         if len(images) != count:  # an archive that was unpacked in part: accuracies would be of other images
             raise InputError(f"{images.name} has {len(images)} images, but {first} {count}: unpack the copies again")
         images = images.evenly_spaced(limit)
+        if skip_bad:
+            images = replace(images, read=BlankForUnreadable(images, whole.check_size, unreadable))
         for _, pixels, truth in labelled_batches(images.batches(whole, batch_size), images.labels):
             counter.add((corruption, severity), predict(pixels), truth)
+    if unreadable:
+        kept = np.ones(len(images), dtype=np.bool_)
+        kept[[*unreadable]] = False
+        if not kept.any():
+            raise InputError(f"of every image a copy is unreadable, such as {next(iter(unreadable.values()))}")
+        counter.keep(kept)
+        log_skipped(replace(images, skipped=tuple(unreadable.values())))
     return _result(counter, None, corruptions, severities, baseline_errors)
 
 
@@ -159,7 +173,14 @@ def measure_corruptions(context: MetricContext) -> CorruptionRobustness:
     if options.corrupted is None:
         return corruption_robustness(predict, context.batches(), images.labels, seed=options.seed)
     copies = open_corrupted_copies(options.corrupted, source.class_names)
-    return copies_robustness(predict, copies, source.preprocessing, batch_size=options.batch_size, limit=len(images))
+    return copies_robustness(
+        predict,
+        copies,
+        source.preprocessing,
+        batch_size=options.batch_size,
+        limit=len(images),
+        skip_bad=options.skip_bad,
+    )
 
 
 def draw_corruptions(results: Results) -> "Figure":
@@ -198,7 +219,7 @@ CORRUPTIONS_METRIC = Metric(
     line=_corruptions_line,
     measure=measure_corruptions,
     labels=True,
-    options=("seed", "corrupted"),
+    options=("seed", "corrupted", "skip_bad"),
     default=False,
     figure=draw_corruptions,
 )

@@ -3,13 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitx.core.console import log
 from vitx.core.errors import naming_extra
 from vitx.core.page import table
 from vitx.core.panels import Picture, png
 from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
-from vitx.data.image_set import ImageSet
 from vitx.train.loop.checkpoint import Metrics, best_row
 from vitx.train.recipes.optimization_settings import Metric
 from vitx.train.recipes.recipe import read_recipe
@@ -88,11 +86,3 @@ def describe_epoch(metrics: Metrics, epochs: int) -> str:
         f"epoch {metrics['epoch']}/{epochs}: top-1 {metrics['top1']:.2%} NLL {metrics['nll']:.4f} "
         f"({losses}) lr {metrics['lr']:.2g} {metrics['seconds']:.1f} s"
     )
-
-
-def log_skipped(*sets: ImageSet) -> None:
-    """Say how many images of each set were left out, and name the first."""
-    for images in sets:
-        if count := len(images.skipped):
-            more = f"s: {images.skipped[0]} and {count - 1} more" if count > 1 else f": {images.skipped[0]}"
-            log(f"left out {count} image{more}")

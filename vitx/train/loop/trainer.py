@@ -21,7 +21,7 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
 from vitx.data.flat_folder import FolderSplit, check_outside
-from vitx.data.open import open_splits
+from vitx.data.open import log_skipped, open_splits
 from vitx.models.recalibration import measure_batch_norm
 from vitx.train.loop.checkpoint import (
     CheckpointTensors,
@@ -64,7 +64,7 @@ from vitx.train.loop.optimization import (
     optimizer_state,
     restore_optimizer,
 )
-from vitx.train.loop.result import TrainingResult, describe_epoch, log_skipped
+from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check_processes_agree, check_run_folder
 from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
 from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
