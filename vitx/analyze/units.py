@@ -17,7 +17,7 @@ from timm.models.mvitv2 import MultiScaleBlock
 from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock
-from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock, ResPostBlock
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock
 from timm.models.volo import ClassBlock
 from timm.models.xcit import ClassAttentionBlock, XCABlock
@@ -89,6 +89,10 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
         # Both branches add to one shortcut at once: no stream is of one alone.
         yield Unit(f"{name}.attn", "attention", module.attn_out_proj, None)
         yield Unit(f"{name}.mlp", "mlp", module.mlp_out_proj, None, layer=name)
+    elif isinstance(module, DiffParallelScalingBlock):
+        # One product takes both, each after a layer of its own; the product's bias is of neither and stays.
+        yield Unit(f"{name}.attn", "attention", module.sub_norm, None)
+        yield Unit(f"{name}.mlp", "mlp", module.mlp_drop, None, layer=name)
     elif isinstance(module, MultiScaleBlock | ClassAttentionBlock):
         return  # a shortcut pools and projects, or is the normalised token: none of the branches leaves x
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
