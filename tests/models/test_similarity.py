@@ -77,6 +77,17 @@ def test_of_equally_long_tokens_the_two_measures_are_one() -> None:
     assert (float(dc_shares(zeros)), float(longest_tokens(zeros))) == (0, 0)
 
 
+def test_the_median_length_is_that_of_tokens_that_have_one() -> None:
+    """Where half of the patches are zeros the median of all is 0, and the ratio would be 1e12."""
+    tokens = torch.zeros(3, 8, 2)
+    tokens[0, :4, 0] = torch.tensor([1.0, 2.0, 4.0, 10.0])
+    tokens[1, 3, 1] = 5
+    tokens[2, :, 0] = torch.tensor([1e-13] * 5 + [2.0, 3.0, 6.0])
+    assert longest_tokens(tokens).tolist() == pytest.approx([10 / 3, 1, 2])
+    tokens[1, 0, 0] = math.nan
+    assert longest_tokens(tokens)[1].isnan()
+
+
 def test_the_spread_of_a_row_is_unbiased() -> None:
     rows = [[float(value) for value in row] for image in FIRST for head in image for row in head]
     expected = mean([math.sqrt(sum((value - mean(row)) ** 2 for value in row) / 3) for row in rows])
@@ -130,3 +141,12 @@ def test_tokens_in_half_precision_have_lengths_beyond_their_squares(length: floa
     tokens = (length * TOKENS).half()
     expected = token_similarity(tokens.double()).item()
     assert token_similarity(tokens).item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("over", ["rows", "heads"])
+@pytest.mark.parametrize("keys", [16, 1000])
+def test_maps_in_half_precision_have_products_below_its_smallest(keys: int, over: Any) -> None:
+    """Of an entry of 1/1000 the square is 1e-6: float16 keeps four bits of it."""
+    maps = [seq(k, 1, 2, 4, keys).softmax(dim=-1).half() for k in (0, 1)]
+    expected = map_similarity(maps[0].double(), maps[1].double(), over).item()
+    assert map_similarity(maps[0], maps[1], over).item() == pytest.approx(expected, abs=1e-6)

@@ -26,7 +26,7 @@ EMBEDDING = "embedding"
 
 
 class Layout(NamedTuple):
-    """How a network's activations are laid out: which are NHWC maps, and whether its tokens follow the image's rows."""
+    """How a network's activations are laid out: which are NHWC maps, and whether its tokens are a square in rows."""
 
     model: nn.Module
     channels_last: frozenset[str]  # names of streams
@@ -40,8 +40,10 @@ class Layout(NamedTuple):
         if units and units[0].channels_last:
             last.add(EMBEDDING)
         layers = {EMBEDDING: EMBEDDING} | {unit.name: unit.layer for unit in units if unit.layer is not None}
-        # Hiera's tokens follow its windows, and Nest's (B, windows, tokens, D) stay in them.
-        return cls(model, frozenset(last), not isinstance(model, Hiera | Nest), layers)
+        # Hiera's tokens follow its windows, and Nest's (B, windows, tokens, D) stay in them. Patches that are no
+        # squares may be 8 rows of 2: as many as a square has.
+        rows, columns = getattr(getattr(model, "patch_embed", None), "grid_size", None) or (1, 1)
+        return cls(model, frozenset(last), rows == columns and not isinstance(model, Hiera | Nest), layers)
 
     def feature_map(self, name: str, stream: Tensor) -> Tensor | None:
         """The stream `name` as a map (B, D, S, S); None where its patches form no square."""

@@ -54,18 +54,18 @@ def wilson_interval(events: int, trials: int, z: float = 1.959964) -> tuple[floa
 
 def softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
     """Probabilities float64 (N, C) of logits (N, C)."""
-    exponentials = np.exp(_shifted(logits))
+    exponentials = np.exp(below_largest(logits))
     return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def log_softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
     """Log probabilities float64 (N, C) of logits (N, C)."""
-    shifted = _shifted(logits)
+    shifted = below_largest(logits)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
-def _shifted(logits: npt.NDArray[np.floating]) -> Float64Array:
-    """Each row less its largest logit, which changes no probability and keeps `exp` from overflowing."""
+def below_largest(logits: npt.NDArray[np.floating]) -> Float64Array:
+    """Each row less its largest logit, float64: it changes no probability and keeps `exp` from overflowing."""
     return np.asarray(np.asarray(logits, dtype=np.float64) - np.max(logits, axis=1, keepdims=True))
 
 

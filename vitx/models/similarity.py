@@ -56,10 +56,13 @@ def dc_shares(tokens_BnD: Tensor) -> Tensor:
 def longest_tokens(tokens_BnD: Tensor) -> Tensor:
     """Return ‖h‖ of the longest token of each image over that of the median one: (B,); 0 of zeros alone.
 
+    The median is that of the tokens longer than SHORTEST: of the others, where half of them are zeros, it would be 0.
     Long patches where the image shows little are registers of trained networks (Darcet et al., arXiv 2309.16588).
     """
     lengths_Bn = torch.linalg.vector_norm(at_least_float32(tokens_BnD), dim=-1)
-    ratios_B: Tensor = lengths_Bn.amax(dim=-1) / lengths_Bn.quantile(0.5, dim=-1).clamp_min(SHORTEST)
+    longest_B = lengths_Bn.amax(dim=-1)
+    median_B = lengths_Bn.where(lengths_Bn > SHORTEST, math.nan).nanquantile(0.5, dim=-1)
+    ratios_B: Tensor = torch.where(longest_B <= SHORTEST, 0.0, longest_B / median_B)
     return ratios_B
 
 
@@ -107,6 +110,7 @@ def map_similarity(first_BHNN: Tensor, second_BHNN: Tensor, over: Over = "rows")
     if over not in _AXIS:
         raise unknown_name("axis of the attention similarity", over, get_args(Over))
     axis = _AXIS[over]
+    first_BHNN, second_BHNN = at_least_float32(first_BHNN), at_least_float32(second_BHNN)
     dots = (first_BHNN * second_BHNN).sum(dim=axis)  # vecdot is a product that autocast takes in half precision
     similarity: Tensor = (dots * inverse_norm(first_BHNN, axis) * inverse_norm(second_BHNN, axis)).mean()
     return similarity

@@ -155,6 +155,17 @@ def test_temperature_stays_in_its_bounds() -> None:
     assert fit_temperature(never_wrong, (np.arange(3) + 1) % 3) == 100
 
 
+@pytest.mark.parametrize("level", [0.0, 0.1, -7.3])
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_network_that_says_the_same_of_every_class_has_no_temperature_but_one(level: float, classes: int) -> None:
+    """At the bound of 100 it would be called overconfident."""
+    labels = np.arange(12) % classes
+    scaling = temperature_scaling(np.full((12, classes), level), labels)
+    assert (scaling.temperature, scaling.temperatures_of_halves) == (1, (1, 1))
+    assert scaling.interval("temperature") is None
+    assert scaling.scaled_nll == scaling.nll == pytest.approx(math.log(classes))
+
+
 @pytest.mark.parametrize("less", [0.0005, 0.005])
 def test_the_interval_of_a_temperature_stays_in_its_bounds(less: float) -> None:
     """Half of the answers are wrong, by nearly as much as the others are right: T could be anything."""

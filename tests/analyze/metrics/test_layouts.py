@@ -275,7 +275,6 @@ def test_a_step_from_an_input_without_a_map_is_left_out() -> None:
 
 
 def test_branches_that_add_to_one_shortcut_at_once_have_lesions_and_no_streams() -> None:
-    """Those of timm's ParallelScalingBlock; the differential one joins them in one product, and has no units."""
     small: dict[str, Any] = {"img_size": 32, "num_classes": 10, "depth": 2, "embed_dim": 64, "num_heads": 2}
     model: Any = timm.create_model("vit_pwee_patch16_reg1_gap_256", **small)
     randomize_like_trained(model).eval()
@@ -295,4 +294,54 @@ def test_branches_that_add_to_one_shortcut_at_once_have_lesions_and_no_streams()
             assert model(images).isfinite().all()
         for hook in hooks:
             hook.remove()
-    assert residual_units(timm.create_model("vit_dpwee_patch16_reg1_gap_256", **small)) == []
+
+
+def test_branches_that_one_product_joins_are_its_two_parts() -> None:
+    """Those of timm's DiffParallelScalingBlock; the product's bias belongs to neither."""
+    small: dict[str, Any] = {"img_size": 32, "num_classes": 10, "depth": 2, "embed_dim": 64, "num_heads": 2}
+    model: Any = timm.create_model("vit_dpwee_patch16_reg1_gap_256", **small)
+    randomize_like_trained(model).eval()
+    units, block = residual_units(model), model.blocks[0]
+    assert [(unit.name, unit.kind, unit.layer, unit.stream_module) for unit in units] == [
+        (f"blocks.{n}.{part}", kind, layer and f"blocks.{n}", None)
+        for n in (0, 1)
+        for part, kind, layer in (("attn", "attention", None), ("mlp", "mlp", True))
+    ]
+    tokens, read = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
+    block.out_proj.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0]))
+    for removed in (units[:1], units[1:2], units[:2]):
+        hooks = [unit.branch.register_forward_hook(lambda _module, _inputs, output: 0 * output) for unit in removed]
+        with torch.inference_mode():
+            without = block(tokens)
+        for hook in hooks:
+            hook.remove()
+        attention, mlp = read[-1][..., :64], read[-1][..., 64:]
+        assert bool(attention.any()) == (units[0] not in removed)
+        assert bool(mlp.any()) == (units[1] not in removed)
+        assert torch.equal(without, tokens + block.ls(block.out_proj.bias)) == (len(removed) == 2)
+    found = lesion_study(model, DIGITS.first(4), Preprocessing(image_size=32), quiet=True)
+    assert (len(found.units), [*found.depth]) == (4, ["blocks.0", "blocks.1"])
+
+
+def test_tokens_of_patches_that_are_no_squares_are_no_map() -> None:
+    """Eight rows of two are as many as four of four, and would be folded into other places."""
+    size: dict[str, Any] = {"img_size": SIDE, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 10}
+    for patch, maps in ((8, 3), ((4, 16), 0)):
+        model = timm.create_model("vit_tiny_patch16_224", patch_size=patch, **size)
+        batch, layout = batch_of(model), Layout.of(model)
+        assert {stream.shape[1] for stream in batch.streams.values()} == {17}
+        found = [layout.feature_map(name, stream) for name, stream in batch.streams.items()]
+        assert sum(each is not None for each in found) == maps
+
+
+def test_the_update_of_a_token_of_zeros_has_no_ratio() -> None:
+    """The median is that of tokens that were longer before; where none was, zeros stay and anything else is no end."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=SIDE, patch_size=16, embed_dim=24, depth=1, num_heads=2)
+    before = torch.zeros(3, 5, 24)
+    before[0, :2] = 1
+    after = before + torch.tensor([0.5, 0.0, 0.25])[:, None, None]
+    metric = ResidualUpdateMetric(model)
+    metric.add(Activations(3, {EMBEDDING: before, "blocks.0.mlp": after}, {}, {}, torch.zeros(3, 10)))
+    found = metric.result()
+    assert found.per_image["smallest update of a block"][:2] == (0.5, 0)
+    assert found.update["blocks.0"] > 1e11

@@ -85,11 +85,13 @@ class ResidualUpdateMetric:
 def _relative_update(before: Tensor, after: Tensor) -> Tensor:
     """The median over tokens (B, N, D) of ‖after − before‖/‖before‖: (B,).
 
-    The median: a few tokens of trained transformers are a hundred times as long as the others.
+    The median: a few tokens of trained transformers are a hundred times as long as the others. It is that of the tokens
+    longer than SHORTEST before, unless none is.
     """
-    lengths = torch.linalg.vector_norm(before, dim=-1).clamp_min(SHORTEST)
-    ratios: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / lengths
-    return ratios.quantile(0.5, dim=1)
+    lengths = torch.linalg.vector_norm(before, dim=-1)
+    ratios: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / lengths.clamp_min(SHORTEST)
+    short = lengths <= SHORTEST
+    return ratios.where(~short | short.all(dim=1, keepdim=True), torch.nan).nanquantile(0.5, dim=1)
 
 
 def draw_residual_update(results: Results) -> "Figure":

@@ -10,7 +10,7 @@ from vitx.analyze.intervals import FEWEST, Interval, Measured, mean_interval, wi
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metrics.confidence import LogitArray, LogitCollector, ece_interval, require_labels
 from vitx.core.errors import InputError
-from vitx.core.probabilities import Float64Array, classification_metrics, log_softmax, softmax
+from vitx.core.probabilities import Float64Array, below_largest, classification_metrics, log_softmax, softmax
 
 TEMPERATURES = (0.01, 100.0)  # the bounds of T
 
@@ -37,21 +37,22 @@ def fit_temperature(logits: LogitArray, labels: Labels) -> float:
 
     The NLL is convex in 1/T, so its derivative, mean(E_p[z] − z_y), has one root (docs/maths.md §5.2). If the root is
     below 0.01 or above 100, that bound is returned: a network that is never wrong would have T = 0, one worse than
-    chance T = ∞. T above 1: the network was overconfident. Accuracy does not change. Raises InputError for labels that
-    are no classes of the logits.
+    chance T = ∞. 1 where T changes nothing: all logits of an image are equal. T above 1: the network was overconfident.
+    Accuracy does not change. Raises InputError for labels that are no classes of the logits.
     """
-    logits = np.asarray(logits, dtype=np.float64)
+    logits = np.asarray(logits)
     require_labels(logits, labels)
     if not np.isfinite(logits).all():
         raise InputError("logits must be finite")
-    of_label = logits[np.arange(len(labels)), labels]
+    z = below_largest(logits)  # where all are equal they are 0 exactly
+    of_label = z[np.arange(len(labels)), labels]
 
     def slope(log_inverse: float) -> float:
-        return float(((softmax(logits * math.exp(log_inverse)) * logits).sum(axis=1) - of_label).mean())
+        return float(((softmax(z * math.exp(log_inverse)) * z).sum(axis=1) - of_label).mean())
 
     low, high = (-math.log(bound) for bound in reversed(TEMPERATURES))
     if slope(low) >= 0:
-        return TEMPERATURES[1]
+        return TEMPERATURES[1] if slope(high) > 0 else 1.0
     if slope(high) <= 0:
         return TEMPERATURES[0]
     return math.exp(-optimize.brentq(slope, low, high, xtol=1e-10))
@@ -94,9 +95,10 @@ def _intervals(scaled: Float64Array, labels: Labels, after: dict[str, float]) ->
 
 def _temperature_interval(logits: LogitArray, labels: Labels, temperature: float) -> dict[str, Interval]:
     """Of the root 1/T of mean(E_p[z] − z_y) = 0: its variance is that of the terms over the squared slope."""
-    z, n = np.asarray(logits, dtype=np.float64), len(labels)
+    n = len(labels)
     if n < FEWEST or not TEMPERATURES[0] < temperature < TEMPERATURES[1]:
         return {}
+    z = below_largest(logits)
     p = softmax(z / temperature)
     mean = (p * z).sum(axis=1)
     slope = float(((p * z**2).sum(axis=1) - mean**2).mean())
