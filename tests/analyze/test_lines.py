@@ -82,10 +82,10 @@ LINES: list[tuple[str, Record, str]] = [
             ece=0.0712,
             null_ece=(0.021, 0.043),
             brier=0.6,
-            intervals={"nll": {"": (1.1, 1.4)}, "ece": {"": (0.05, 0.0955)}},
+            intervals={"nll": {"": (1.1, 1.4)}, "ece": {"": (0.05, 0.0955)}, "brier": {"": (0.5, 0.7)}},
         ),
         f"top-1 {HALF}, NLL 1.235 [1.100, 1.400], ECE 7.1 [5.0, 9.6] % (perfect calibration: 2.1 %, up to 4.3 %), "
-        "Brier 0.600",
+        "Brier 0.600 [0.500, 0.700]",
     ),
     (
         "corruptions",
@@ -95,9 +95,9 @@ LINES: list[tuple[str, Record, str]] = [
             clean=0.5,
             accuracy={"fog": (0.4, 0.3), "snow": (0.1, 0.2)},
             mean_accuracy=0.25,
-            intervals={},
+            intervals={"mean_accuracy": {"": (0.2, 0.3125)}},
         ),
-        f"{HALF} → 25.0 % on average of 2 of 15 corruptions, {FEW} under the worst severity of snow",
+        f"{HALF} → 25.0 [20.0, 31.2] % on average of 2 of 15 corruptions, {FEW} under the worst severity of snow",
     ),
     (
         "fourier",
@@ -195,9 +195,13 @@ LINES: list[tuple[str, Record, str]] = [
             scaled_nll=0.5,
             ece=0.1,
             scaled_ece=0.02,
-            intervals={"temperature": {"": (1.25, 1.75)}, "scaled_ece": {"": (0.01, 0.03)}},
+            intervals={
+                "temperature": {"": (1.25, 1.75)},
+                "scaled_nll": {"": (0.4, 0.6)},
+                "scaled_ece": {"": (0.01, 0.03)},
+            },
         ),
-        "T = 1.5 [1.25, 1.75]: NLL 0.750 → 0.500, ECE 10.0 % → 2.0 [1.0, 3.0] %",
+        "T = 1.5 [1.25, 1.75]: NLL 0.750 → 0.500 [0.400, 0.600], ECE 10.0 % → 2.0 [1.0, 3.0] %",
     ),
     ("trajectory", made(Trajectory, steps=[1, 2, 3], radius=[1.5, 4.0, 2.25]), "3 checkpoints, radius 1.5 → 2.25"),
     (

@@ -14,7 +14,7 @@ from run_fixture import digits_source
 from vitx.analyze.activations import Activations
 from vitx.analyze.intervals import resample_weights
 from vitx.analyze.metric import AnalysisOptions, MetricContext
-from vitx.analyze.metrics.confidence import ConfidenceMetric, confidence
+from vitx.analyze.metrics.confidence import ConfidenceMetric, confidence, null_calibration_errors
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
 from vitx.core.errors import InputError
 from vitx.core.probabilities import classification_metrics, log_softmax, softmax
@@ -93,6 +93,28 @@ def test_shares_and_overlaps_are_those_of_a_confusion_matrix() -> None:
     assert measured.acc_90 == pytest.approx((~wrong & certain).sum() / certain.sum())
 
 
+def test_numbers_of_each_image_and_the_ece_of_perfect_calibration() -> None:
+    """Answers drawn by the confidences themselves, one draw after the other, and the ECE of each by its bins."""
+    logits, labels = noisy_logits(60)
+    probabilities = softmax(logits)
+    measured = confidence(probabilities, labels)
+    top, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    assert list(measured.per_image) == ["accuracy", "NLL", "confidence"]
+    assert measured.per_image["confidence"] == pytest.approx(top, rel=1e-5)
+    assert measured.per_image["NLL"] == pytest.approx(-np.log(probabilities[np.arange(60), labels]), rel=1e-5)
+    assert measured.per_image["accuracy"] == tuple(right)
+    ordered, generator = np.sort(top), np.random.default_rng(0)
+    bins = np.ceil(15 * ordered)
+    errors = []
+    for _ in range(4999):
+        drawn = generator.random(60) < ordered
+        errors.append(sum(abs((drawn - ordered)[bins == number].sum()) for number in range(1, 16)) / 60)
+    assert measured.null_ece == pytest.approx((np.mean(errors), np.quantile(errors, 0.975)))
+    assert measured.ece_p == (1 + sum(error >= measured.ece - 1e-12 for error in errors)) / 5000
+    assert len(null_calibration_errors(np.full(8000, 0.5))) == 2500
+    assert len(null_calibration_errors(np.full(30_000, 0.5))) == 1999
+
+
 def test_what_has_no_images_is_none() -> None:
     unsure = confidence(np.full((3, 4), 0.25), np.array([0, 0, 0]))
     assert (unsure.acc_90, unsure.iou_90, unsure.freq_90, unsure.unc_90) == (None, None, 0, None)
@@ -150,9 +172,17 @@ def test_temperature_is_the_minimum_and_scales_with_the_logits() -> None:
 
 
 def test_temperature_stays_in_its_bounds() -> None:
-    never_wrong = 5 * np.eye(3)
-    assert fit_temperature(never_wrong, np.arange(3)) == 0.01
-    assert fit_temperature(never_wrong, (np.arange(3) + 1) % 3) == 100
+    never_wrong = np.tile(5 * np.eye(3), (4, 1))
+    right = np.arange(12) % 3
+    for labels, bound in ((right, 0.01), ((right + 1) % 3, 100)):
+        assert fit_temperature(never_wrong, labels) == bound
+        assert temperature_scaling(never_wrong, labels).interval("temperature") is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_have_no_temperature(value: float) -> None:
+    with pytest.raises(InputError, match="logits must be finite"):
+        fit_temperature(np.array([[0.0, value], [1.0, 2.0]]), np.array([0, 1]))
 
 
 @pytest.mark.parametrize("level", [0.0, 0.1, -7.3])
@@ -220,5 +250,7 @@ def test_scaling_repairs_images_it_was_not_fitted_on() -> None:
     assert even == fit_temperature(logits[::2], labels[::2])
     halves = [classification_metrics(logits[i::2] / t, labels[i::2])["nll"] for i, t in ((0, odd), (1, even))]
     assert scaling.scaled_nll == pytest.approx(np.mean(halves))
+    low, high = scaling.intervals["scaled_nll"][""]
+    assert low < scaling.scaled_nll < high
     with pytest.raises(InputError, match="at least 2"):
         temperature_scaling(logits[:1], labels[:1])

@@ -1,14 +1,25 @@
 """Accuracy under corruptions and under noise of one frequency band, of classifiers whose answers are known."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from run_fixture import ColourMean, digits_source
 from vitx.analyze.corruption.constants import CORRUPTIONS
+from vitx.analyze.corruption.copies import open_corrupted_copies
 from vitx.analyze.corruption.synthesis import corrupt
-from vitx.analyze.metrics.corruptions import ALEXNET_ERRORS, corruption_robustness, mean_corruption_error
+from vitx.analyze.metric import AnalysisOptions, MetricContext
+from vitx.analyze.metrics.corruptions import (
+    ALEXNET_ERRORS,
+    CORRUPTIONS_METRIC,
+    copies_robustness,
+    corruption_robustness,
+    mean_corruption_error,
+)
 from vitx.analyze.metrics.frequency_noise import band_masks, band_noise, frequency_robustness, white_spectra
+from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.data.open import open_images
@@ -53,6 +64,10 @@ def test_corruption_robustness_is_accuracy_on_corrupted_images(
     assert measured.mean_accuracy == pytest.approx(np.mean(list(measured.accuracy.values())))
     assert min(measured.accuracy["elastic_transform"]) < (measured.clean or 0)
     assert measured.mce is None
+    low, high = measured.intervals["mean_accuracy"][""]
+    assert low < measured.mean_accuracy < high
+    first_seed = corruption_robustness(nearest_mean, batches, labels, chosen, severities)
+    assert first_seed == corruption_robustness(nearest_mean, batches, labels, chosen, severities, seed=0) != measured
     json.dumps(measured.model_dump(mode="json"), allow_nan=False)
 
 
@@ -65,6 +80,25 @@ def test_all_fifteen_at_five_severities_by_default(
     errors = [1 - np.mean(measured.accuracy[name]) for name in CORRUPTIONS]
     ratios = [error / ALEXNET_ERRORS[name] for error, name in zip(errors, CORRUPTIONS, strict=True)]
     assert measured.mce == pytest.approx(np.mean(ratios))
+
+
+def test_the_metric_of_a_network_is_of_its_pixels_and_of_the_options(tmp_path: Path) -> None:
+    """Without copies the images are corrupted by the seed; of copies as many are taken as there are images."""
+    source = digits_source("colours", ColourMean(10))
+    images = open_images("digits", "val").first(3)
+    context = MetricContext(source, images, AnalysisOptions(seed=3, batch_size=2))
+    predict = predictor(source.model, source.preprocessing)
+    pixels = next(images.batches(source.preprocessing, 3))
+    assert CORRUPTIONS_METRIC.measure is not None
+    found = CORRUPTIONS_METRIC.measure(context)
+    assert found == corruption_robustness(predict, [pixels], images.labels, seed=3)
+    np.save(tmp_path / "fog.npy", np.random.default_rng(0).integers(0, 256, (25, 32, 32, 3), dtype=np.uint8))
+    np.save(tmp_path / "labels.npy", np.arange(25) % 10)
+    copies = open_corrupted_copies(tmp_path, source.class_names)
+    for skip_bad in (False, True):
+        options = AnalysisOptions(batch_size=2, corrupted=tmp_path, skip_bad=skip_bad)
+        of_copies = CORRUPTIONS_METRIC.measure(context._replace(options=options))
+        assert of_copies == copies_robustness(predict, copies, source.preprocessing, limit=3)
 
 
 def test_mean_corruption_error() -> None:
