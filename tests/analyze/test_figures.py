@@ -199,7 +199,7 @@ def numbers(values: Any) -> Any:
 
 def panel(axes: Any) -> dict[str, Any]:
     legend = axes.get_legend()
-    ticks = axes.get_xticklabels()[:1]
+    ticks = axes.get_xticklabels()[:1] + axes.get_yticklabels()[:1]
     found = {
         "titles": [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), getattr(axes, "get_zlabel", str)()],
         "title_size": axes.title.get_fontsize(),

@@ -1,0 +1,90 @@
+"""A metric measures its network, its images and what the options say: as its function does that is called by hand."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from run_fixture import ColourMean, digits_source
+from vitx.analyze import METRICS
+from vitx.analyze.curvature import augmented_batches
+from vitx.analyze.metric import AnalysisOptions, MetricContext, NotApplicable
+from vitx.analyze.metrics.adversarial import adversarial_robustness
+from vitx.analyze.metrics.frequency_noise import frequency_robustness
+from vitx.analyze.metrics.hessian import hessian_spectrum
+from vitx.analyze.metrics.hessian_density import hessian_density
+from vitx.analyze.metrics.landscape import loss_landscape
+from vitx.analyze.metrics.occlusion import gradient_saliency, occlusion
+from vitx.analyze.predictor import predictor
+from vitx.data.open import open_images
+
+IMAGES = open_images("digits", "val").first(6)
+SOURCE = digits_source("colours", ColourMean(10))
+MODEL, PREPROCESSING = SOURCE.model, SOURCE.preprocessing
+CONTEXT = MetricContext(
+    SOURCE,
+    IMAGES,
+    AnalysisOptions(seed=3, batch_size=3, loss_batches=2, weight_decay=0.5, eigenvalues=4, module="head"),
+    IMAGES,
+    AnalysisOptions(seed=3, batch_size=3, loss_batches=2, weight_decay=0.5, eigenvalues=4, module="head"),
+)
+LOSS: dict[str, Any] = {"weight_decay": 0.5, "seed": 3}
+
+
+def pixels() -> Any:
+    return IMAGES.batches(PREPROCESSING, 3)
+
+
+BY_HAND: dict[str, Callable[[], Any]] = {
+    "adversarial": lambda: adversarial_robustness(MODEL, pixels(), IMAGES.labels, PREPROCESSING, seed=3),
+    "frequency-noise": lambda: frequency_robustness(
+        predictor(MODEL, PREPROCESSING), pixels(), IMAGES.labels, bands=10, seed=3
+    ),
+    "occlusion": lambda: occlusion(
+        predictor(MODEL, PREPROCESSING),
+        pixels(),
+        IMAGES.labels,
+        patch_size=4,
+        mean=PREPROCESSING.mean,
+        saliency=gradient_saliency(MODEL, PREPROCESSING),
+        seed=3,
+    ),
+    "hessian": lambda: hessian_spectrum(MODEL, augmented_batches(CONTEXT), 4, module="head", **LOSS),
+    "hessian-density": lambda: hessian_density(MODEL, augmented_batches(CONTEXT), module="head", **LOSS),
+    "landscape": lambda: loss_landscape(MODEL, [*augmented_batches(CONTEXT)], points=11, **LOSS),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_metric_is_its_function_with_the_options(name: str) -> None:
+    measure = METRICS[name].measure
+    assert measure is not None
+    assert measure(CONTEXT) == BY_HAND[name]()
+
+
+class ReadOptions:
+    """Options that remember which of their fields were read."""
+
+    def __init__(self, options: AnalysisOptions) -> None:
+        self.options, self.read = options, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.options, name)
+
+
+@pytest.mark.parametrize("name", sorted({*METRICS} - {"trajectory", "corruptions"}))
+def test_a_metric_names_the_options_that_its_kept_result_depends_on(name: str) -> None:
+    """One that it reads and does not name would be changed, and the old result be shown. (Batches are named always.)"""
+    options: Any = ReadOptions(CONTEXT.options)
+    context, metric = CONTEXT._replace(options=options), METRICS[name]
+    if metric.activation is not None:
+        metric.activation(context)
+    else:
+        assert metric.measure is not None
+        with suppress(NotApplicable):  # this network has no units
+            metric.measure(context)
+    assert options.read - {"batch_size"} <= {*metric.options}
+    if name not in ("cka", "lesions"):
+        assert options.read - {"batch_size"} == {*metric.options}
