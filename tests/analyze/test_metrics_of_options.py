@@ -1,7 +1,9 @@
 """A metric measures its network, its images and what the options say: as its function does that is called by hand."""
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +90,16 @@ def test_a_metric_names_the_options_that_its_kept_result_depends_on(name: str) -
     assert options.read - {"batch_size"} <= {*metric.options}
     if name not in ("cka", "lesions"):
         assert options.read - {"batch_size"} == {*metric.options}
+
+
+def test_what_a_metric_needs_and_whether_it_is_measured_by_default_is_as_documented() -> None:
+    """docs/analyses.md marks what takes long; answers are held against labels in two of its parts, and by lesions."""
+    page = (Path(__file__).parents[2] / "docs" / "analyses.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\*\*([a-z-]+)\*\*( \\\*)?", page, flags=re.MULTILINE)
+    assert {name for name, marked in described if marked} == {
+        name for name, each in METRICS.items() if not each.default
+    }
+    trusted = page.partition("## Trust")[2]
+    of_answers = {name for name, _ in described if f"\n**{name}**" in trusted} - {"trajectory"} | {"lesions"}
+    assert of_answers == {name for name, metric in METRICS.items() if metric.labels}
+    assert {name for name, metric in METRICS.items() if metric.checkpoints} == {"landscape", "trajectory"}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitx.analyze.metrics.adversarial import adversarial_robustness, fgsm, pgd, random_start
+from vitx.analyze.metrics.adversarial import EPSILONS, adversarial_robustness, fgsm, pgd, random_start
 from vitx.analyze.metrics.occlusion import gradient_saliency
 from vitx.analyze.predictor import as_pixels, pixel_logits, predictor
 from vitx.core.errors import InputError
@@ -75,6 +75,38 @@ def test_attacks_stay_in_the_ball_and_in_the_range(epsilon: float) -> None:
             assert (attacked.double() - pixels.double()).abs().max() <= epsilon + 6e-8
             assert not attacked.requires_grad
         assert epsilon == 0 or (pgd(logits_of, pixels, LABELS, epsilon) != pixels).any()
+
+
+def test_pgd_is_its_steps_by_hand_from_the_random_start_of_each_image() -> None:
+    """Where the loss bends, steps of another length end elsewhere; so does another start."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
+    pixels, epsilon = as_pixels(images, model), 0.1
+    start = random_start(pixels, seed=3)
+    mean, std = (torch.tensor(values).double().view(1, 3, 1, 1) for values in (PREPROCESSING.mean, PREPROCESSING.std))
+
+    def by_hand(steps: int) -> Tensor:
+        attacked = (pixels + epsilon * start).clamp(0, 1)
+        for _ in range(steps):
+            inputs = attacked.clone().requires_grad_()
+            F.cross_entropy(model((inputs - mean) / std), LABELS).backward()  # type: ignore[no-untyped-call]
+            assert inputs.grad is not None
+            moved = attacked + 2.5 * epsilon / steps * inputs.grad.sign()
+            attacked = moved.clamp(pixels - epsilon, pixels + epsilon).clamp(0, 1)
+        return attacked
+
+    with pixel_logits(model, PREPROCESSING) as logits_of:
+        torch.testing.assert_close(pgd(logits_of, pixels, LABELS, epsilon, start=start), by_hand(10))
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].detach() * std + mean))
+    adversarial_robustness(model, [images], LABELS.numpy(), PREPROCESSING, epsilons=(epsilon,), steps=4, seed=3)
+    attacked = seen[-1]
+    torch.testing.assert_close(attacked, by_hand(4))
+
+
+def test_the_radii_are_those_that_papers_quote() -> None:
+    assert [255 * epsilon for epsilon in EPSILONS] == [1, 2, 4, 8]
 
 
 def test_a_random_start_is_an_images_own() -> None:
