@@ -177,6 +177,15 @@ LINES: list[tuple[str, Record, str]] = [
         "CosSim 0.1 → 0.9 [0.85, 0.95], DC share 0.2 → 0.8, attention std 0.01 → 0.02",
     ),
     (
+        "over-smoothing",
+        made(
+            OverSmoothing,
+            **{"cos_sim": {}, "dc_share": {}, "longest": {"0": 1.5, "2": 4.0}, "attention_std": {}},
+            intervals={"longest": {"2": (3.0, 5.0)}},
+        ),
+        "longest patch 1.5 → 4 [3, 5]",
+    ),
+    (
         "residual-update",
         made(ResidualUpdate, update={"0": 0.5, "1": 0.1, "2": 0.2}, intervals={"update": {"1": (0.05, 0.15)}}),
         "0.5 → 0.2; least in 1: 0.1 [0.05, 0.15]",

@@ -28,7 +28,7 @@ from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 from vitx.models import ReAttention, token_similarity
-from vitx.models.similarity import dc_shares, longest_tokens, map_similarity
+from vitx.models.similarity import attention_stds, dc_shares, longest_tokens, map_similarity, token_similarities
 
 KINDS = {
     "resnet18": {"convolution"},
@@ -421,7 +421,7 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
     def measured(batch_size: int) -> list[Any]:
         metrics: list[Any] = [
             *(OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)),
-            *(FourierMetric(model), VarianceMetric(model)),
+            *(FourierMetric(model), VarianceMetric(model), ResidualUpdateMetric(model)),
         ]
         for batch in stream_activations(model, DIGITS, preprocessing, batch_size=batch_size):
             for metric in metrics:
@@ -433,9 +433,13 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
     (batch,) = stream_activations(model, DIGITS, preprocessing, batch_size=10)
     patches = batch.streams["blocks.1.mlp"][:, 1:]
     found = measured(10)
+    assert all(each["intervals"] and all(each["intervals"].values()) for each in found)  # of ten images there are some
     assert found[0]["cos_sim"]["blocks.1"] == pytest.approx(token_similarity(patches).item(), rel=1e-5)
     assert found[0]["dc_share"]["blocks.1"] == pytest.approx(dc_shares(patches).mean().item(), rel=1e-5)
     assert found[0]["longest"]["blocks.1"] == pytest.approx(longest_tokens(patches).mean().item(), rel=1e-5)
+    last = token_similarities(batch.streams["blocks.2.mlp"][:, 1:]), attention_stds(batch.maps["blocks.2.attn"])
+    assert list(found[0]["per_image"]) == ["CosSim, last block", "attention std, last layer"]
+    assert [*found[0]["per_image"].values()] == [pytest.approx(each.tolist(), rel=1e-4) for each in last]
     features = Layout.of(model).feature_map("blocks.1.mlp", batch.streams["blocks.1.mlp"])
     assert features is not None
     expected = fourier_log_amplitude(features.double()).tolist()
