@@ -180,7 +180,10 @@ LINES: list[tuple[str, Record, str]] = [
         "over-smoothing",
         made(
             OverSmoothing,
-            **{"cos_sim": {}, "dc_share": {}, "longest": {"0": 1.5, "2": 4.0}, "attention_std": {}},
+            cos_sim={},
+            dc_share={},
+            longest={"0": 1.5, "2": 4.0},
+            attention_std={},
             intervals={"longest": {"2": (3.0, 5.0)}},
         ),
         "longest patch 1.5 → 4 [3, 5]",
