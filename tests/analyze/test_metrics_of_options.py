@@ -103,3 +103,13 @@ def test_what_a_metric_needs_and_whether_it_is_measured_by_default_is_as_documen
     of_answers = {name for name, _ in described if f"\n**{name}**" in trusted} - {"trajectory"} | {"lesions"}
     assert of_answers == {name for name, metric in METRICS.items() if metric.labels}
     assert {name for name, metric in METRICS.items() if metric.checkpoints} == {"landscape", "trajectory"}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_what_is_said_of_a_metric_are_sentences_a_paper_s_claim_and_a_kind_of_interval(name: str) -> None:
+    metric = METRICS[name]
+    assert re.fullmatch(r"([A-Z][a-z]|NLL).*[^.]\.", metric.reading)
+    assert re.fullmatch(r"([A-Z][a-z]+ (& [A-Z][a-z]+|et al\.) \(\d{4}\.\d{5}\): .+\.)?", metric.claim)
+    assert re.fullmatch(r"(bootstrap over|Wilson's|Student's|none:).*[^.]|Wilson's", metric.precision)
+    assert re.fullmatch(r"([A-Z][a-z]|CKA)[A-Za-z, -]+[a-z]", metric.title)
+    assert [each.reading for each in METRICS.values()].count(metric.reading) == 1

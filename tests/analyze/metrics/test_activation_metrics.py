@@ -430,15 +430,16 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
 
     at_once, in_parts = (torch.tensor(list(_numbers(measured(size))), dtype=torch.float64) for size in (10, 4))
     assert torch.allclose(at_once, in_parts, rtol=1e-4, atol=1e-5)
-    (batch,) = stream_activations(model, DIGITS, preprocessing, batch_size=10)
+    (batch,), found = stream_activations(model, DIGITS, preprocessing, batch_size=10), measured(10)
     patches = batch.streams["blocks.1.mlp"][:, 1:]
-    found = measured(10)
     assert all(each["intervals"] and all(each["intervals"].values()) for each in found)  # of ten images there are some
     assert found[0]["cos_sim"]["blocks.1"] == pytest.approx(token_similarity(patches).item(), rel=1e-5)
     assert found[0]["dc_share"]["blocks.1"] == pytest.approx(dc_shares(patches).mean().item(), rel=1e-5)
     assert found[0]["longest"]["blocks.1"] == pytest.approx(longest_tokens(patches).mean().item(), rel=1e-5)
     last = token_similarities(batch.streams["blocks.2.mlp"][:, 1:]), attention_stds(batch.maps["blocks.2.attn"])
     assert list(found[0]["per_image"]) == ["CosSim, last block", "attention std, last layer"]
+    (similar,) = found[1]["per_image"].values()
+    assert np.mean(similar) == pytest.approx((found[1]["matrix"][0][1] + found[1]["matrix"][1][2]) / 2, rel=1e-5)
     assert [*found[0]["per_image"].values()] == [pytest.approx(each.tolist(), rel=1e-4) for each in last]
     features = Layout.of(model).feature_map("blocks.1.mlp", batch.streams["blocks.1.mlp"])
     assert features is not None
@@ -471,11 +472,17 @@ def test_what_does_not_apply_says_so() -> None:
     model = network("resnet18")
     collapses = AttentionCollapseMetric(), AttentionCollapseMetric(maps="mixed")
     metrics: list[Any] = [OverSmoothingMetric(model), *collapses, FeatureSimilarityMetric(model)]
+    reasons = (
+        "no tokens and no attention",
+        "no attention whose maps can be",
+        "no layer mixes its maps",
+        "no patch tokens",
+    )
     for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32)):
         for metric in metrics:
             metric.add(batch)
-    for metric in metrics:
-        with pytest.raises(NotApplicable):
+    for metric, reason in zip(metrics, reasons, strict=True):
+        with pytest.raises(NotApplicable, match=reason):
             metric.result()
 
 

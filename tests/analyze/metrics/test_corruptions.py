@@ -163,6 +163,24 @@ def test_noise_of_an_image_is_its_own_whatever_the_batches() -> None:
     assert not np.allclose(white_spectra(16, [7], seed=3), one)
 
 
+def test_noise_is_added_to_pixels_of_255_levels_and_rounded() -> None:
+    images, seen = np.full((2, 16, 16, 3), 128, np.uint8), list[UInt8Array]()
+    images[:, 8:] = 250
+
+    def keeping(batch: UInt8Array) -> np.ndarray:
+        seen.append(batch)
+        return np.eye(2)[: len(batch)]
+
+    measured = frequency_robustness(keeping, [images[:1], images[1:]], np.arange(2), bands=2, std=0.5, seed=4)
+    for index, batch in enumerate((seen[:3], seen[3:])):
+        noises = [band_noise(white_spectra(16, [index], 4), mask) for mask in band_masks(16, 2)]
+        expected = [images[:1], *(np.rint(images[:1] + 127.5 * noise).clip(0, 255) for noise in noises)]
+        for given, found in zip(expected, batch, strict=True):
+            np.testing.assert_array_equal(given, found)
+    changes = [np.concatenate([seen[band], seen[band + 3]]) / 255 - images / 255 for band in (1, 2)]
+    assert measured.applied_std == pytest.approx([np.sqrt(np.square(change).mean()) for change in changes])
+
+
 def test_a_classifier_of_the_finest_pattern_is_hurt_by_its_band_alone() -> None:
     checkers = np.indices((16, 16)).sum(axis=0)[None, :, :, None] % 2 * 2 - 1
     labels = np.arange(60) % 2
