@@ -28,8 +28,6 @@ CONTEXT = MetricContext(
     SOURCE,
     IMAGES,
     AnalysisOptions(seed=3, batch_size=3, loss_batches=2, weight_decay=0.5, eigenvalues=4, module="head"),
-    IMAGES,
-    AnalysisOptions(seed=3, batch_size=3, loss_batches=2, weight_decay=0.5, eigenvalues=4, module="head"),
 )
 LOSS: dict[str, Any] = {"weight_decay": 0.5, "seed": 3}
 
