@@ -61,12 +61,12 @@ def reliability(*counts: int) -> tuple[ReliabilityBin, ...]:
     )
 
 
-def records(of: float) -> dict[str, Record]:
-    """By metric, those of a network; `of` tells two networks apart."""
-    half, few = 0.5 * of, 0.25 * of
-    lost = {"lost": 40, "gained": 2}
-    both = {"0": (half, of), "1": (few, of)}
-    made: dict[str, tuple[type[Record], dict[str, Any]]] = {
+Fields = dict[str, tuple[type[Record], dict[str, Any]]]
+LOST = {"lost": 40, "gained": 2}
+
+
+def up_to_corruptions(of: float, half: float, few: float) -> Fields:
+    return {
         "adversarial": (
             AdversarialRobustness,
             {"images": 80, "epsilons": (1 / 255, 4 / 255), "clean": half, "fgsm": (half, few), "pgd": (few, 0.0)},
@@ -90,6 +90,11 @@ def records(of: float) -> dict[str, Record]:
                 "accuracy": {"fog": (half, few), "snow": (few, 0.0)},
             },
         ),
+    }
+
+
+def up_to_the_density(of: float, half: float, few: float) -> Fields:
+    return {
         "fourier": (
             Fourier,
             {
@@ -118,6 +123,11 @@ def records(of: float) -> dict[str, Record]:
             HessianDensity,
             {"smoothed": Density(grid=[-1.0, 0.0, 2 * of], density=[0.0, half, few], sigma=0.1)},
         ),
+    }
+
+
+def up_to_occlusion(of: float, half: float, few: float) -> Fields:
+    return {
         "landscape": (
             LossLandscape,
             {
@@ -132,11 +142,11 @@ def records(of: float) -> dict[str, Record]:
                 "images": 80,
                 "accuracy": half,
                 "units": {
-                    "a": Lesion(accuracy=few, kind="attention", **lost),
-                    "b": Lesion(accuracy=half, kind="mlp", **lost),
-                    "c": Lesion(accuracy=0.0, kind="convolution", **lost),
+                    "a": Lesion(accuracy=few, kind="attention", **LOST),
+                    "b": Lesion(accuracy=half, kind="mlp", **LOST),
+                    "c": Lesion(accuracy=0.0, kind="convolution", **LOST),
                 },
-                "depth": {"0": Removal(accuracy=0.0, **lost), "1": Removal(accuracy=few, **lost)},
+                "depth": {"0": Removal(accuracy=0.0, **LOST), "1": Removal(accuracy=few, **LOST)},
             },
         ),
         "occlusion": (
@@ -150,6 +160,12 @@ def records(of: float) -> dict[str, Record]:
                 "least_salient": (half, half) if of == 1 else None,
             },
         ),
+    }
+
+
+def up_to_variance(of: float, half: float, few: float) -> Fields:
+    both = {"0": (half, of), "1": (few, of)}
+    return {
         "over-smoothing": (
             OverSmoothing,
             {
@@ -157,10 +173,18 @@ def records(of: float) -> dict[str, Record]:
                 "dc_share": {"0": half, "1": few},
                 "longest": {"0": 2 * of, "1": 3 * of},
                 "attention_std": {"0": 0.1 * of, "1": 0.2},
-                "intervals": {"cos_sim": both, "dc_share": {}, "longest": {"1": (1.0, 4.0)}, "attention_std": {}},
+                "intervals": {
+                    "cos_sim": both,
+                    "dc_share": {},
+                    "longest": {"1": (1.0, 4.0)},
+                    "attention_std": {},
+                },
             },
         ),
-        "residual-update": (ResidualUpdate, {"update": {"0": half, "1": few}, "intervals": {"update": both}}),
+        "residual-update": (
+            ResidualUpdate,
+            {"update": {"0": half, "1": few}, "intervals": {"update": both}},
+        ),
         "trajectory": (Trajectory, {"steps": [0, 4, 8], "radius": [0.0, half, 1.0], "angle": [None, few, 0.0]}),
         "variance": (
             Variance,
@@ -171,6 +195,14 @@ def records(of: float) -> dict[str, Record]:
             },
         ),
     }
+
+
+PARTS = (up_to_corruptions, up_to_the_density, up_to_occlusion, up_to_variance)
+
+
+def records(of: float) -> dict[str, Record]:
+    """By metric, those of a network; `of` tells two networks apart."""
+    made = {name: record for part in PARTS for name, record in part(of, of / 2, of / 4).items()}
     return {name: kind.model_construct(**{"intervals": {}, **fields}) for name, (kind, fields) in made.items()}
 
 
