@@ -472,12 +472,7 @@ def test_what_does_not_apply_says_so() -> None:
     model = network("resnet18")
     collapses = AttentionCollapseMetric(), AttentionCollapseMetric(maps="mixed")
     metrics: list[Any] = [OverSmoothingMetric(model), *collapses, FeatureSimilarityMetric(model)]
-    reasons = (
-        "no tokens and no attention",
-        "no attention whose maps can be",
-        "no layer mixes its maps",
-        "no patch tokens",
-    )
+    reasons = ["no tokens and no attention", "no attention whose maps", "no layer mixes its maps", "no patch tokens"]
     for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32)):
         for metric in metrics:
             metric.add(batch)
