@@ -249,6 +249,7 @@ JOB = Job(
             r"its bundle '.*tiny\.vitx' differs from this machine's: give every",
         ),
         ({"options": PredictOptions(runtime="tensorrt")}, r"tensorrt"),
+        ({"versions": {"absent": "1", "pillow": "0"}}, r"its pillow is [\d.]+, and this machine's is 0: install the s"),
     ],
 )
 def test_node_that_does_not_see_the_files_or_lacks_a_package(
@@ -258,8 +259,8 @@ def test_node_that_does_not_see_the_files_or_lacks_a_package(
     listing.write_bytes(b"none.png\0")
     given: dict[str, Any] = {"out": tmp_path, "listing": listing, "bundle": certified_original.path, "sample": None}
     given |= {"footer": {"vitx.bundle_sha256": sha256_file(certified_original.path / MANIFEST)}} | changes
-    bundle, sample = given.pop("bundle"), given.pop("sample")
-    actor = PredictionActor(replace(JOB, **given), bundle, sample)
+    bundle, sample, versions = given.pop("bundle"), given.pop("sample"), given.pop("versions", {})
+    actor = PredictionActor(replace(JOB, **given), bundle, sample, versions)
     result = actor({CLAIM: Claim(1, Shard("images", "", 0, 1))})[RESULT]
     assert isinstance(result, VitxError)
     assert re.search(f"^the node {re.escape(socket.gethostname())}: .*{message}", str(result))

@@ -10,12 +10,12 @@ import pytest
 
 from bundle_fixture import LABELS, PREPROCESSING, listed_names
 from vitx.core.bundle import Bundle
-from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.errors import CheckFailed, EnvironmentMissing, VitxError
 from vitx.core.ray_connection import joined
 from vitx.predict import PREDICTIONS
 from vitx.predict.ledger import COPY, Claim, Ledger, Shard, names_of
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import remove_leftovers
+from vitx.predict.outputs.parts import Part, remove_leftovers
 from vitx.predict.pipeline.worker import Job
 
 pytest.importorskip("ray")
@@ -150,6 +150,42 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     ((listing, names),) = seen
     assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
     assert not listing.exists()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "names"),
+    [
+        ("auto", ["vitx", "numpy", "pillow", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "tensorrt-rtx"]),
+        ("onnxruntime-cpu", ["vitx", "numpy", "pillow", "onnxruntime", "onnxruntime-gpu"]),
+        ("openvino-bf16", ["vitx", "numpy", "pillow", "openvino"]),
+    ],
+)
+def test_versions_are_of_what_decides_the_result(
+    runtime: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "installed_version", lambda name: "1")
+    assert pool._versions(runtime) == dict.fromkeys(names, "1")
+    pool._check_versions(dict.fromkeys(names, "1"))
+    monkeypatch.setattr(pool, "installed_version", lambda name: None)
+    assert pool._versions(runtime) == {}
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("", r"^a node has written '.*gone', which this machine does not see"),
+        ("out", r"out' was removed meanwhile: ru"),
+    ],
+)
+def test_a_file_that_is_not_there_says_why(folder: str, message: str, tmp_path: Path) -> None:
+    claim = Claim(1, Shard("tar", "1.tar"))
+    part = Part(tmp_path / folder / "part", tmp_path / folder / "gone", MagicMock())
+    dataset = MagicMock()
+    dataset.iter_batches.return_value = (
+        batch for batch in [{pool.RESULT: [pool.Finished(claim, part, "actor", "node", {}, {})]}]
+    )
+    with pytest.raises(VitxError, match=message):
+        list(pool._finished([claim], dataset))
 
 
 def test_what_ray_cannot_do_on_a_node_is_one_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, cast
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, naming_extra
 from vitx.core.files import sha256_file
+from vitx.core.machine import installed_version
 from vitx.core.preprocess import ignore_image_warnings
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
-from vitx.parity.executables.choice import load_fastest
+from vitx.parity.executables.choice import AUTO, load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger, names_of
@@ -41,6 +42,8 @@ with naming_extra("ray"):
     from ray.data import Dataset
     from ray.exceptions import RayError
 
+# Distributions, each of the runtime that its name begins with.
+_RUNTIME_PACKAGES = ("onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "tensorrt-rtx")
 # Shards of one dataset. Each dataset starts its actors anew, so this is large.
 SHARDS_PER_DATASET = 10_000
 # For a cluster that is started here: its object store holds only claims and results.
@@ -70,7 +73,8 @@ class Finished:
 class PredictionActor:
     """A worker whose stages stay busy from one shard to the next: Ray makes several calls at the same time."""
 
-    def __init__(self, job: Job, bundle: Path, sample: str | None) -> None:
+    def __init__(self, job: Job, bundle: Path, sample: str | None, versions: dict[str, str]) -> None:
+        """versions: `_versions` of the driver."""
         self._name = uuid.uuid4().hex
         self._out = job.out
         self._failure: VitxError | None = None
@@ -79,6 +83,7 @@ class PredictionActor:
         ignore_image_warnings()
         try:
             _check_storage(job, bundle, sample)
+            _check_versions(versions)
             opened, options = Bundle.open(bundle), job.options
             given: dict[str, Any] = {"device": options.device, "threads": options.threads, "outputs": options.outputs}
             session = load_fastest(opened, options.runtime, **given)
@@ -136,6 +141,23 @@ def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
         raise InputError(f"its bundle '{bundle}' differs from this machine's: give every node the same")
 
 
+def _versions(runtime: str) -> dict[str, str]:
+    """Of what decides a prediction by `runtime`, as far as it is installed here."""
+    runtimes = (name for name in _RUNTIME_PACKAGES if runtime == AUTO or name.partition("-")[0] in runtime)
+    names = ("vitx", "numpy", "pillow", *runtimes)
+    return {name: found for name in names if (found := installed_version(name)) is not None}
+
+
+def _check_versions(versions: dict[str, str]) -> None:
+    """Raise EnvironmentMissing if this node has another version of a package than the driver."""
+    for name, expected in versions.items():
+        found = installed_version(name)
+        if found not in (expected, None):  # a runtime may be on the nodes alone, or be another build
+            raise EnvironmentMissing(
+                f"its {name} is {found}, and this machine's is {expected}: install the same version on every node"
+            )
+
+
 class PoolSize(NamedTuple):
     """cpus and gpus: reserved for each actor; the others: numbers of actors."""
 
@@ -190,7 +212,7 @@ class RayPool:
                 options=job.options.model_copy(update=how),
                 decode_threads=options.decode_threads or size.cpus,
             )
-            given = (job, self._bundle.path.absolute(), _sample_path(job, claims[0]))
+            given = (job, self._bundle.path.absolute(), _sample_path(job, claims[0]), _versions(options.runtime))
             while claims:
                 with closing(_finished(claims, _dataset(claims, given, size))) as finished:
                     for result in finished:
@@ -240,6 +262,8 @@ def _finished(claims: list[Claim], dataset: Dataset) -> Generator[Finished, None
             if isinstance(result, VitxError):
                 raise result
             if isinstance(result, Finished) and result.claim in left:  # Ray may give a result twice
+                if not (folder := result.part.temporary.parent).is_dir():
+                    raise EnvironmentMissing(f"the folder '{folder}' was removed meanwhile: run the same command again")
                 if not result.part.temporary.exists():
                     raise InputError(
                         f"a node has written '{result.part.temporary}', which this machine does not see: --out must "
@@ -268,7 +292,7 @@ def _ray_explained() -> Iterator[None]:
         ) from None
 
 
-def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: PoolSize) -> Dataset:
+def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None, dict[str, str]], size: PoolSize) -> Dataset:
     """A lazy dataset of one row for each claim, mapped by the actors, which get `given`, to results."""
     batch_size = given[0].options.batch_size
     shortest = min(claim.shard.count or batch_size for claim in claims)
