@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,9 @@ class Ray:
         self.calls.append((address, options, os.environ.get("RAY_USAGE_STATS_ENABLED")))
         if self.fails is not None:
             raise self.fails
+
+    def is_initialized(self) -> bool:
+        return bool(self.calls) and self.fails is None
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
@@ -133,3 +138,51 @@ def test_nothing_that_listens_and_no_port_say_so_at_once(ray: Ray, monkeypatch: 
 
 def test_nodes_that_are_gone_are_not_listed(ray: Ray) -> None:
     assert cluster_nodes() == [{"Alive": True, "Resources": {"CPU": 2}}, {"Alive": True, "Resources": {}}]
+
+
+# Ray as it was seen: in the main thread it sets a handler and loses what is raised; its library sets one of its own.
+DRIVER = """
+import ctypes, os, signal, sys, threading
+from types import SimpleNamespace
+
+from vitx.cli import terminate
+from vitx.core.ray_connection import joined
+
+def init(*given, **options):
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+    print("begun", flush=True)
+    try:
+        sys.stdin.read()
+    except BaseException:
+        pass
+    ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))
+
+def shutdown():
+    print("shut down", flush=True)
+
+sys.modules["ray"] = SimpleNamespace(init=init, is_initialized=lambda: True, shutdown=shutdown)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, terminate)
+with joined("local"):
+    print("joined", flush=True)
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    except SystemExit:
+        sys.exit(1)  # as a call of Ray's does
+"""
+ENDS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT)]
+
+
+@pytest.mark.parametrize(("number", "code"), ENDS)
+@pytest.mark.parametrize("while_it_starts", [True, False])
+def test_a_signal_ends_the_driver_with_its_own_exit_code(number: int, code: int, while_it_starts: bool) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", DRIVER, str(int(number))]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "begun\n"
+        if while_it_starts:
+            driver.send_signal(number)
+        said, errors = driver.communicate()
+    assert (driver.returncode, said) == (code, "shut down\n" if while_it_starts else "joined\nshut down\n"), errors

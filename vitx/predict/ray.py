@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -322,10 +321,7 @@ def _connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    handler = signal.getsignal(signal.SIGTERM)
     with joined(address, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES):
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by one that exits at once
         try:
             yield
         finally:
