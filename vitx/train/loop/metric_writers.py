@@ -45,7 +45,8 @@ def require_wandb(project: str | None) -> None:
     if project is None:
         return
     try:
-        import wandb  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+        # Of a folder `wandb` beside the command, as the package leaves one, Python makes an empty module.
+        from wandb import Error  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError:
         raise missing_package("wandb", "train,wandb") from None
 
@@ -66,8 +67,10 @@ def wandb_writer(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Ca
         wandb_run = wandb.init(project=project, name=run.resolve().name, dir=run, config=recipe, **settings)
     except wandb.Error as error:
         raise EnvironmentMissing(f"Weights & Biases: {error}; WANDB_MODE=offline needs no key and no network") from None
-    write_bytes(path, wandb_run.id.encode())
+    failed = 1
     try:
+        write_bytes(path, wandb_run.id.encode())
         yield lambda metrics: wandb_run.log(dict(scalars(metrics)), step=metrics["epoch"])
+        failed = 0
     finally:
-        wandb_run.finish()
+        wandb_run.finish(exit_code=failed)  # by itself it takes each run for one that succeeded
