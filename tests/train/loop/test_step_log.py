@@ -57,6 +57,59 @@ def test_an_evaluation_is_no_step_and_the_last_one_is_still_to_come(
     assert notes == [f"loss 1.000, 4 images/s, {left} s of the run left" for left in (58, 38 + 2 * 15, 18 + 15)]
 
 
+def test_what_a_resumed_run_does_before_its_first_step_is_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    with StepLog(tmp_path, steps=30, epochs=3, done=10, batch_size=8, device=torch.device("cpu")) as log:
+        now += 60.0  # the last epoch before is analysed
+        log.begin_epoch()
+        now += 2.0
+        log(10, {"total": torch.tensor(1.0)}, 0.5, None)
+    assert log.note == "loss 1.000, 4 images/s, 38 s of the run left"
+
+
+def test_progress_is_flushed_seldom_and_a_loss_that_is_not_finite_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29)
+    log, seen = StepLog(tmp_path, steps=100, epochs=1, done=0, batch_size=1, device=torch.device("cuda")), []
+    for step, loss in ((0, 1.0), (10, 2.0), (20, 3.0), (30, float("inf"))):
+        log.first, now = step, now + 1.0
+        log(step, {"total": torch.tensor(loss)}, 0.5, None)
+        found = read_record(tmp_path / PROGRESS_FILE, RunProgress)
+        seen.append((found.step, found.loss, found.ended))
+    assert seen == [(0, None, False), (0, None, False), (21, 3.0, False), (21, 3.0, False)]
+    with log:
+        pass
+    assert read_record(tmp_path / PROGRESS_FILE, RunProgress).loss == 3.0
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "steps")).Reload()
+    assert {event.value for event in events.Scalars("step/memory_gib")} == {1.5}
+    assert "step/gradient_norm" not in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("no room"), "no room"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+)
+def test_a_failure_is_written_with_the_end(tmp_path: Path, error: BaseException, said: str) -> None:
+    log = StepLog(tmp_path, steps=30, epochs=3, done=7, batch_size=8, device=torch.device("cpu"))
+    with pytest.raises(type(error)), log:
+        raise error
+    ended = read_record(tmp_path / PROGRESS_FILE, RunProgress)
+    assert (ended.step, ended.ended, ended.failure) == (7, True, said)
+
+
+def test_whether_a_run_lacks_its_end(tmp_path: Path) -> None:
+    assert not lacks_end(tmp_path), "it has not begun"
+    for ended, failure, lacks in ((False, "", True), (True, "no room", True), (True, "", False)):
+        progress = RunProgress(step=1, steps=2, epochs=1, ended=ended, failure=failure)
+        write_json(tmp_path / PROGRESS_FILE, progress)
+        assert lacks_end(tmp_path) is lacks
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(99.4, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")])
 def test_a_duration_in_words(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -45,9 +45,12 @@ class StepLog:
 
     def begin_epoch(self) -> None:
         """Call before the steps of each epoch: since the last step an epoch was evaluated and saved."""
+        now = time.monotonic()
         if self.latest > self.first:
-            self.evaluating += time.monotonic() - self.stepped
+            self.evaluating += now - self.stepped
             self.evaluations += 1
+        else:
+            self.start = now  # a resumed run has told of its last epoch before, which may have been analysed
 
     def __call__(self, step: int, losses: dict[str, Tensor], rate: float, gradient_norm: Tensor | None) -> None:
         """Take note of step number `step`, from 0 on; the tensors are scalars on the device."""
