@@ -37,9 +37,9 @@ def dry_run(
         device_to_train_on(device, deterministic=recipe.execution.deterministic) as chosen,
         join_processes(chosen) as processes,
     ):
-        begins = newest_checkpoint(RunFolder(out)) is None
+        saved = newest_checkpoint(RunFolder(out))
         trainer = Trainer(
-            recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True, initial_weights=begins
+            recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True, initial_weights=saved is None
         )
         seconds = _seconds_of_a_step(trainer)
         _check_finite(trainer)
@@ -53,7 +53,7 @@ def dry_run(
             "images to train on": train,
             "images to evaluate on": evaluated,
             "network": f"{recipe.model.name}, {parameters / 1e6:.2f} M parameters",
-            "begins from": recipe.model.initial_checkpoint or "random weights",
+            "begins from": str(saved[0]) if saved else recipe.model.initial_checkpoint or "random weights",
             "a batch": f"{data.batch_size} × 3 × {size} × {size}",
             "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {recipe.epochs} epochs",
             "learning rate": recipe.optimizer.rate(data.batch_size),
