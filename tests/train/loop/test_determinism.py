@@ -21,6 +21,7 @@ from vitx.train.loop.determinism import (
     deterministic_algorithms,
     device_to_train_on,
     fix_cublas_workspace,
+    own_generators,
 )
 from vitx.train.loop.trainer import Trainer
 from vitx.train.losses import objective
@@ -164,14 +165,44 @@ def test_another_workspace_is_refused(
     )
 
 
-def test_torchs_own_complaint_about_the_workspace_is_told() -> None:
-    complaint = "this operation is not deterministic because it uses CuBLAS … CUBLAS_WORKSPACE_CONFIG=:4096:8 or …"
-    refused = pytest.raises(InputError, match="CUDA has started without CUBLAS_WORKSPACE_CONFIG: start with")
-    with refused, deterministic_algorithms():
+@pytest.mark.parametrize(
+    ("complaint", "said"),
+    [
+        (
+            "this operation is not deterministic because it uses CuBLAS … CUBLAS_WORKSPACE_CONFIG=:4096:8 or …",
+            "execution.deterministic: CUDA has started without CUBLAS_WORKSPACE_CONFIG: start with "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        ),
+        (
+            "put_ does not have a deterministic implementation, but you set …",
+            "execution.deterministic: torch's operator 'put_' has no deterministic form: leave out what uses it, or do "
+            "without the same bits: --set execution.deterministic=false",
+        ),
+    ],
+)
+def test_torchs_own_complaints_are_told(complaint: str, said: str) -> None:
+    with pytest.raises(InputError) as refused, deterministic_algorithms():
         raise RuntimeError(complaint)
+    assert str(refused.value) == said
+
+
+def test_one_training_at_a_time_with_generators_of_its_own() -> None:
+    before = torch.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        with own_generators(torch.device("cpu")):
+            drawn.append(torch.rand(2))
+            other = pytest.raises(InputError, match="another thread of this process trains: train one after the other")
+            with other, own_generators(torch.device("cpu")):
+                pass
+    assert torch.equal(*drawn)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_cpu_needs_no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, None, cuda=True)
     fix_cublas_workspace("cpu")
+    assert WORKSPACE not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fix_cublas_workspace("auto")
     assert WORKSPACE not in os.environ
