@@ -16,7 +16,6 @@ from server_process import HANG
 from training_jobs import TINY, context, hold_run, recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
-from vitx.train.loop import run_lock
 from vitx.train.loop.run_lock import RunLock, is_free, timeout_under_torchrun
 
 HOLDER = """
@@ -80,10 +79,11 @@ def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_run_that_is_held_is_refused_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, slept = run_in(tmp_path), []
+    run = run_in(tmp_path)
+    slept: list[float] = []
     clock = iter([10.0, 10.5, 12.0, 12.1])
-    monkeypatch.setattr(run_lock.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(run_lock.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", slept.append)
     refused = pytest.raises(InputError, match=r"another process trains into '.*': wait for its end, or stop it")
     with held(run), refused, RunLock(run) as lock:
         lock.acquire(timeout=2.0)
@@ -95,7 +95,7 @@ def test_a_run_that_is_held_is_refused_in_time(
 def test_a_run_is_waited_for_and_the_lock_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path)
     with held(run) as holder:
-        monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: holder.communicate())
+        monkeypatch.setattr(time, "sleep", lambda seconds: holder.communicate())
         with RunLock(run) as lock:
             lock.acquire(timeout=HANG)
             file = lock._file
@@ -133,6 +133,16 @@ def test_whether_a_run_is_free(tmp_path: Path) -> None:
     with held(run):
         assert not is_free(run)
     assert is_free(run)
+
+
+def test_on_windows_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path)
+    monkeypatch.setattr(sys, "platform", "win32")
+    with RunLock(run) as lock:
+        lock.acquire()
+    assert not (tmp_path / "lock").exists()
+    (tmp_path / "lock").touch()
+    assert not is_free(run), "nobody knows"
 
 
 def test_only_torchrun_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from training_jobs import TINY, recipe_of
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.run import ModelSpec
+from vitx.core.run import ModelSpec, RunFolder
 from vitx.train.loop import network as module
 from vitx.train.loop.network import (
     apply_execution,
@@ -80,7 +80,12 @@ def test_drop_path_by_branch() -> None:
 
 def test_weights_that_timm_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, published, asked = tiny(), tiny(), []
-    monkeypatch.setattr(module, "published_model", lambda *given: asked.append(given) or published)
+
+    def publish(*given: Any) -> nn.Module:
+        asked.append(given)
+        return published
+
+    monkeypatch.setattr(module, "published_model", publish)
     spec = ModelSpec(name="deit_digits", num_classes=3, kwargs={})
     load_initial_weights(model, spec, "timm", quiet=True)
     assert asked == [(spec, "give weights of 'deit_digits' with --from FILE, or begin without any")]
@@ -104,7 +109,7 @@ def test_weights_of_a_run_or_of_a_file(
     )
     monkeypatch.setattr(module, "load_public_checkpoint", load)
     monkeypatch.setattr(module, "weights_file", lambda *given: "-".join(given))
-    monkeypatch.setattr(module.RunFolder, "open", lambda path: run if path == tmp_path else None)
+    monkeypatch.setattr(RunFolder, "open", lambda path: run if path == tmp_path else None)
     load_initial_weights(model, spec, str(tmp_path / "a.pth"), quiet=quiet)
     load_initial_weights(model, spec, str(tmp_path), quiet=quiet)
     named = {"to_train": True}
@@ -125,21 +130,29 @@ def test_weights_of_a_run_or_of_a_file(
 def test_nothing_is_applied_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_enable_grad_checkpointing", "synchronize_batch_norm", "_require_compiler"):
         monkeypatch.delattr(module, name)
-    model = tiny()
+    model: Any = tiny()
+    weight = model.patch_embed.proj.weight
     execution = Execution(sync_batch_norm=True, channels_last=False, grad_checkpointing=False, compile=False)
     assert apply_execution(model, "deit_digits", execution, CPU, processes=1) is model
+    assert weight.is_contiguous()
 
 
 def test_what_is_asked_for_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, done = nn.Sequential(nn.Conv2d(2, 2, 3)), []
+    convolution = nn.Conv2d(2, 2, 3)
+    model, done = nn.Sequential(convolution), list[Any]()
     model.set_grad_checkpointing = lambda on: done.append(("checkpointing", on))  # type: ignore[assignment]
-    monkeypatch.setattr(module, "synchronize_batch_norm", lambda *given: done.append(("norm", *given)) or model)
+
+    def synchronize(*given: Any) -> nn.Module:
+        done.append(("norm", *given))
+        return model
+
+    monkeypatch.setattr(module, "synchronize_batch_norm", synchronize)
     monkeypatch.setattr(module, "_require_compiler", lambda device: done.append(("compiler", device)))
     monkeypatch.setattr(nn.Module, "compile", lambda part: done.append(("compiled", part)))
     execution = Execution(sync_batch_norm=True, channels_last=True, grad_checkpointing=True, compile=True)
     assert apply_execution(model, "name", execution, CPU, processes=2) is model
     assert done == [("checkpointing", True), ("norm", model, CPU), ("compiler", CPU), ("compiled", model)]
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
     done.clear()
     blocks: Any = timm.create_model("deit_digits", depth=2, embed_dim=16, num_heads=2)
     apply_execution(blocks, "name", Execution(compile=True), CPU, processes=1)
