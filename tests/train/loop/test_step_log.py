@@ -100,6 +100,7 @@ def test_a_failure_is_written_with_the_end(tmp_path: Path, error: BaseException,
         raise error
     ended = read_record(tmp_path / PROGRESS_FILE, RunProgress)
     assert (ended.step, ended.ended, ended.failure) == (7, True, said)
+    assert (log.note, log.writer.all_writers) == ("", None), "nothing beside the bar, and no open file"
 
 
 def test_whether_a_run_lacks_its_end(tmp_path: Path) -> None:
