@@ -99,6 +99,14 @@ def test_the_command_can_be_typed_again(monkeypatch: pytest.MonkeyPatch, program
     assert module._command() == "vitx train --out 'my run'"
 
 
+def test_the_file_of_an_older_run_is_read(tmp_path: Path) -> None:
+    begun = RunEnvironment.now(CPU, images(0), images(1))
+    later = {"processes", "teacher", "command", "commit"}
+    write_json(tmp_path / ENVIRONMENT_FILE, begun.model_dump(mode="json", exclude=later))
+    found = RunEnvironment.read(tmp_path)
+    assert (found.processes, found.teacher, found.command, found.commit) == (1, "", "", "")
+
+
 def test_what_rounds_differently_is_said() -> None:
     begun = RunEnvironment.now(CPU, images(0), images(1))
     begun = begun.model_copy(update={"versions": {"numpy": "1", "torch": "2"}, "threads": 4})
@@ -113,6 +121,12 @@ def test_what_rounds_differently_is_said() -> None:
             "torch None, begun with 2",
         )
     ]
+
+
+def test_a_set_with_an_image_of_no_label_is_not_noted() -> None:
+    whole = images(0, 1)
+    with pytest.raises(ValueError, match="shorter"):
+        DataRecord.of(ImageSet(whole.name, whole.class_names, whole.keys, whole.labels[:1], whole.read))
 
 
 def test_other_labels_are_other_images() -> None:
