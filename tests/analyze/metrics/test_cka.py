@@ -3,18 +3,22 @@
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor
 
 from reference import seq
-from run_fixture import digits_source, trained_deepvit
+from run_fixture import ColourMean, digits_source, trained_deepvit
 from vitx.analyze import AnalysisOptions, analyze, compare_representations
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.images import open_analysis_images
-from vitx.analyze.metrics.cka import MinibatchCKA, cka_matrix, grams_of, hsic_1, linear_cka
+from vitx.analyze.intervals import resampled_means
+from vitx.analyze.metric import MetricContext, NotApplicable
+from vitx.analyze.metrics.cka import MinibatchCKA, cka_matrix, grams_of, hsic_1, linear_cka, measure_cka
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import InputError
 from vitx.data.image_set import ImageSet
@@ -131,6 +135,42 @@ def u_statistic_by_rows(k: Tensor, l: Tensor) -> float:  # noqa: E741 - the lett
         return inner.fill_diagonal_(0)
 
     return float((centred(k) * centred(l)).sum()) / (n * (n - 3))
+
+
+def test_units_are_compared_over_shuffled_batches_of_four_images_or_more() -> None:
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 16, "embed_dim": 6, "depth": 1, "num_heads": 1}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **size)
+    source, images = digits_source("small", model), open_analysis_images("digits", 23)
+    names: Any = ("embedding", "blocks.0.attn", "blocks.0.mlp")
+    by_hand = MinibatchCKA()
+    passed = stream_activations(model, images.shuffled(3), source.preprocessing, batch_size=5, maps=False)
+    for batch in [*passed][:-1]:
+        by_hand.add([batch.streams[name] for name in names])
+
+    def measured(batch_size: int, model: Any = model) -> SimilarityMatrix:
+        options = AnalysisOptions(batch_size=batch_size, seed=3)
+        return measure_cka(MetricContext(replace(source, model=model), images, options))
+
+    assert measured(5) == cka_matrix(by_hand, names, names)
+    with pytest.raises(NotApplicable, match=r"^no batch of 4 images or more$"):
+        measured(3)
+    with pytest.raises(NotApplicable, match=r"^the network has no residual units whose outputs can be read$"):
+        measured(5, ColourMean(10))
+
+
+def test_the_widest_interval_is_of_ten_batches_or_more() -> None:
+    """Half the distance of the quantiles of the ratio of resampled sums, where it is largest."""
+    cka, layers = MinibatchCKA(), [seq(k, 60, 3) for k in (0.0, 1.0)]
+    hsic = []
+    for batch in range(12):
+        part = [layer[5 * batch : 5 * batch + 5] for layer in layers]
+        assert cka.widest() is None or batch >= 10
+        cka.add(part)
+        hsic.append(hsic_1(grams_of(part), grams_of(part)).numpy())
+    resampled = resampled_means(np.array(hsic))
+    ratios = resampled[:, 0, 1] / np.sqrt(resampled[:, 0, 0] * resampled[:, 1, 1])
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    assert cka.widest() == pytest.approx((high - low) / 2)
 
 
 def test_what_was_measured_between_two_networks_is_kept(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_direction_has_the_weights_lengths() -> None:
     lengths[3] = 0  # there is no direction to scale
     torch.testing.assert_close(found.flatten(1).norm(dim=1), lengths)
     assert torch.equal(filter_normalized_direction(seq(0, 4), seq(1, 4)), torch.zeros(4, dtype=torch.float64))
+    long, none = torch.full((2, 9), 100.0), torch.zeros(2, 9)  # a length over the smallest number is infinite
+    assert torch.equal(filter_normalized_direction(long, none), none)
     with pytest.raises(InputError, match=r"a direction \(4,\) for a weight \(5,\)"):
         filter_normalized_direction(seq(0, 5), seq(0, 4))
 

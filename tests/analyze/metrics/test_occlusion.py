@@ -8,7 +8,7 @@ import timm
 import torch
 from torch import nn
 
-from vitx.analyze.metrics.occlusion import default_patch_size, drop_patches, gradient_saliency, occlusion
+from vitx.analyze.metrics.occlusion import RATIOS, default_patch_size, drop_patches, gradient_saliency, occlusion
 from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
@@ -64,6 +64,14 @@ def test_saliency_is_the_effect_of_painting_a_patch_over() -> None:
     )
 
 
+def test_saliency_of_half_precision_ranks_small_effects() -> None:
+    """Of up to 1/4096 for a value, as those of images of many pixels are."""
+    weights = np.linspace(1e-6, 1e-4, 16)
+    model = PatchWeights(weights).half()
+    saliency = gradient_saliency(model, PREPROCESSING)(images_of(np.full((1, 16), 200)), 4)[0]
+    np.testing.assert_allclose(saliency, 4 * weights * (200 / 255 - 0.4) / 0.2, rtol=0.05)
+
+
 def test_dropping_follows_the_ranking() -> None:
     """One patch decides: gone at once when the most salient go first, kept until everything goes last."""
     rng = np.random.default_rng(2)
@@ -98,13 +106,32 @@ def test_without_saliency_any_function_will_do() -> None:
     measured = occlusion(
         lambda batch: np.eye(2)[np.zeros(len(batch), int)], [images], np.array([0, 0, 1]), patch_size=8, mean=(0, 0, 0)
     )
+    assert measured.ratios == RATIOS == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     assert measured.random == (2 / 3,) * 9
     assert measured.most_salient is None
+
+
+def test_patches_are_painted_in_the_mean_colour() -> None:
+    seen: list[UInt8Array] = []
+
+    def predict(batch: UInt8Array) -> np.ndarray:
+        seen.append(batch)
+        return np.eye(2)[np.zeros(len(batch), int)]
+
+    images = np.zeros((1, 3, 3, 3), np.uint8)
+    occlusion(predict, [images], np.array([0]), patch_size=1, mean=PREPROCESSING.mean, ratios=(0, 2 / 9, 1))
+    painted = [(batch == MEAN_COLOUR).all(axis=-1).sum() for batch in seen]
+    assert painted == [0, 0, 2, 9]
 
 
 def test_default_patches_tile_the_image() -> None:
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=12, depth=1, num_heads=1)
     assert default_patch_size(vit, 32) == 4
+    for side, own, expected in ((32, 8, 8), (32, (8, 8), 8), (32, 2, 2), (34, 2, 34), (32, 5, 4), (32, (1, 1), 4)):
+        network = nn.Module()
+        network.patch_embed = nn.Module()
+        network.patch_embed.patch_size = own  # type: ignore[assignment]
+        assert default_patch_size(network, side) == expected
     assert default_patch_size(nn.Conv2d(3, 3, 1), 224) == 16
     assert default_patch_size(nn.Conv2d(3, 3, 1), 32) == 4
     assert default_patch_size(nn.Conv2d(3, 3, 1), 23) == 23
@@ -118,5 +145,8 @@ def test_bad_input_is_refused() -> None:
         occlusion(predict, [images], np.array([0]), patch_size=5, mean=(0, 0, 0))
     with pytest.raises(InputError, match="patches of 5 pixels do not tile an image of 16"):
         gradient_saliency(model, PREPROCESSING)(images, 5)
-    with pytest.raises(InputError, match=r"ratios \(1.5,\)"):
-        occlusion(predict, [images], np.array([0]), patch_size=4, mean=(0, 0, 0), ratios=[1.5])
+    with pytest.raises(InputError, match="patches of 0 pixels do not tile an image of 16"):
+        occlusion(predict, [images], np.array([0]), patch_size=0, mean=(0, 0, 0))
+    for ratio in (1.5, -0.1):
+        with pytest.raises(InputError, match=rf"ratios \({ratio},\)"):
+            occlusion(predict, [images], np.array([0]), patch_size=4, mean=(0, 0, 0), ratios=[ratio])

@@ -99,6 +99,8 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         polar_trajectory([state(1, 1), state(2, 1), state(1, 1)])
     with pytest.raises(InputError, match="different networks: 'b' is not in all of them in the same shape"):
         polar_trajectory([state(1, 1), state(2, 1, 3)])
+    with pytest.raises(InputError, match="different networks: 'c' is not in all of them in the same shape"):
+        polar_trajectory([state(1, 1), {**state(2, 1), "c": seq(0, 2)}, state(3, 1)])
     run = run_with(tmp_path, {1: 0.0})
     with pytest.raises(InputError, match="holds 1 checkpoint: a trajectory needs the weights it began with"):
         run_trajectory(run)

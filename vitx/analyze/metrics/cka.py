@@ -147,7 +147,7 @@ def cka_of_networks(
     """
     orders = [stream_order(source.model) for source in sources]
     if min(map(len, orders)) < 2:
-        raise NotApplicable("the network has no residual units that are known")
+        raise NotApplicable("the network has no residual units whose outputs can be read")
     shuffled, cka = images.shuffled(options.seed), MinibatchCKA()
     passes = [
         stream_activations(source.model, shuffled, source.preprocessing, batch_size=options.batch_size, maps=False)

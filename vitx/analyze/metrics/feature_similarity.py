@@ -29,7 +29,7 @@ class FeatureSimilarityMetric:
         if not values:
             raise NotApplicable("the network has no patch tokens")
         ends = self._similarity.layers[0], self._similarity.layers[-1]
-        compared = {"feature similarity, embedding to last block": rounded(values[ends])} if ends in values else {}
+        compared = {f"feature similarity, {ends[0]} to last block": rounded(values[ends])} if ends in values else {}
         return self._similarity.result(SimilarityMatrix, per_image=compared)
 
 

@@ -59,8 +59,7 @@ def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
         return torch.zeros_like(direction)
     filters = direction.flatten(1)
     lengths, drawn = (torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (weight.flatten(1), filters))
-    scale = lengths / drawn.clamp_min(torch.finfo(direction.dtype).tiny)
-    scaled: Tensor = (filters * scale).view_as(direction)
+    scaled: Tensor = (filters * torch.where(drawn > 0, lengths / drawn, 0)).view_as(direction)
     return scaled
 
 

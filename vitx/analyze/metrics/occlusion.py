@@ -17,6 +17,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import LINES, Results, panels
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.models.similarity import at_least_float32
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,8 +115,9 @@ def gradient_saliency(model: nn.Module, preprocessing: Preprocessing) -> Salienc
             (gradient,) = torch.autograd.grad(logits_of(pixels).amax(dim=1).sum(), pixels)
             # In pixels: dividing by std in x and multiplying by it in the gradient cancel.
             mean = pixels.new_tensor(preprocessing.mean).view(1, 3, 1, 1)
-            effect = (gradient * (pixels.detach() - mean)).square().sum(dim=1, keepdim=True)
-            power = torch.nn.functional.avg_pool2d(effect, patch_size)
+            # In float16 the square of what is below 1/5800 is 0.
+            effect = at_least_float32(gradient) * (pixels.detach() - mean)
+            power = torch.nn.functional.avg_pool2d(effect.square().sum(dim=1), patch_size)
         return (power.sqrt() * patch_size).flatten(1).float().cpu().numpy()
 
     return saliency

@@ -3,7 +3,6 @@
 import heapq
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vitx.analyze.activations import Activations
@@ -11,6 +10,7 @@ from vitx.analyze.intervals import Measured, mean_interval, with_interval
 from vitx.analyze.metric import Metric, MetricContext, NotApplicable, labels_missing
 from vitx.analyze.metrics.confidence import MISTAKES, Mistake
 from vitx.core.errors import InputError
+from vitx.core.probabilities import softmax
 from vitx.models.outputs import PooledTokens, attention_rollout, pooled_tokens
 
 EXAMPLES = 6  # evenly spaced images that are shown besides the mistakes
@@ -66,7 +66,8 @@ class RolloutMetric:
             return
         first = len(self._largest)
         self._largest += (shares.amax(dim=1).double() * self._pooled.patches).tolist()
-        sure, classes = torch.softmax(batch.logits, dim=1).max(dim=1)
+        probabilities = softmax(batch.logits.cpu().numpy())  # float32 has one number for all beyond 1 - 2⁻²⁵
+        sure, classes = probabilities.max(axis=1), probabilities.argmax(axis=1)
         for row in range(batch.images):
             index, label = first + row, int(self._labels[first + row])
             wrong = self._judged and 0 <= label != int(classes[row])

@@ -47,7 +47,7 @@ def polar_trajectory(
     if len(states) < 2:
         raise InputError(f"{len(states)} checkpoint of a training: a trajectory needs the first and the last at least")
     first, last = states[0], states[-1]
-    chosen = [name for name in first if first[name].is_floating_point() and (names is None or name in names)]
+    chosen = _weights(first, names)
     total = _distance(first, last, chosen)
     if total == 0.0:
         raise InputError(
@@ -56,6 +56,8 @@ def polar_trajectory(
     radius: list[float] = []
     angle: list[float | None] = []
     for state in states:
+        if added := set(_weights(state, names)).difference(chosen):
+            raise _different_networks(min(added))
         length = _distance(first, state, chosen)
         radius.append(length / total)
         angle.append(_angle(first, state, last, chosen, length, total) if length else None)
@@ -119,6 +121,14 @@ class _LazyStates(Sequence[State]):
         return load_file(self._paths[index])
 
 
+def _weights(state: State, names: Collection[str] | None) -> list[str]:
+    return [name for name in state if state[name].is_floating_point() and (names is None or name in names)]
+
+
+def _different_networks(name: str) -> InputError:
+    return InputError(f"the checkpoints are of different networks: '{name}' is not in all of them in the same shape")
+
+
 def _distance(first: State, state: State, names: list[str]) -> float:
     """‖w_t − w_0‖ over the entries `names`."""
     return math.sqrt(sum(float(_step(first, state, name).square().sum()) for name in names))
@@ -137,7 +147,7 @@ def _angle(first: State, state: State, last: State, names: list[str], length: fl
 def _step(first: State, state: State, name: str) -> Tensor:
     """w_t − w_0 of one entry, float64."""
     if name not in state or state[name].shape != first[name].shape:
-        raise InputError(f"the checkpoints are of different networks: '{name}' is not in all of them in the same shape")
+        raise _different_networks(name)
     return state[name].double() - first[name].double()
 
 
