@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 
 from run_fixture import ColourMean, digits_source
-from vitx.analyze import METRICS
+from vitx.analyze import METRICS, analyze
 from vitx.analyze.curvature import augmented_batches
 from vitx.analyze.metric import AnalysisOptions, MetricContext, NotApplicable
 from vitx.analyze.metrics.adversarial import adversarial_robustness
@@ -90,6 +91,15 @@ def test_a_metric_names_the_options_that_its_kept_result_depends_on(name: str) -
         assert options.read - {"batch_size"} == {*metric.options}
 
 
+@pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.activation is not None])
+def test_a_metric_that_is_measured_alone_is_shown_what_it_reads(name: str) -> None:
+    """Streams or attention maps are not kept where no metric asks for them."""
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    size["attention"] = ["plain", "re-attention"]
+    source = digits_source("small", timm.create_model("deepvit_digits", num_classes=10, **size))
+    assert [*analyze(source, IMAGES, (name,), AnalysisOptions(), quiet=True).results] == [name]
+
+
 def test_what_a_metric_needs_and_whether_it_is_measured_by_default_is_as_documented() -> None:
     """docs/analyses.md marks what takes long; answers are held against labels in two of its parts, and by lesions."""
     page = (Path(__file__).parents[2] / "docs" / "analyses.md").read_text(encoding="utf-8")
@@ -103,6 +113,12 @@ def test_what_a_metric_needs_and_whether_it_is_measured_by_default_is_as_documen
     assert {name for name, metric in METRICS.items() if metric.checkpoints} == {"landscape", "trajectory"}
 
 
+OF_NO_PAPERS_CLAIM = (
+    *("adversarial", "cka", "corruptions", "hessian-density", "landscape", "residual-update", "temperature"),
+    "trajectory",
+)
+
+
 @pytest.mark.parametrize("name", METRICS)
 def test_what_is_said_of_a_metric_are_sentences_a_paper_s_claim_and_a_kind_of_interval(name: str) -> None:
     metric = METRICS[name]
@@ -110,4 +126,5 @@ def test_what_is_said_of_a_metric_are_sentences_a_paper_s_claim_and_a_kind_of_in
     assert re.fullmatch(r"([A-Z][a-z]+ (& [A-Z][a-z]+|et al\.) \(\d{4}\.\d{5}\): .+\.)?", metric.claim)
     assert re.fullmatch(r"(bootstrap over|Wilson's|Student's|none:).*[^.]|Wilson's", metric.precision)
     assert re.fullmatch(r"([A-Z][a-z]|CKA)[A-Za-z, -]+[a-z]", metric.title)
+    assert bool(metric.claim) == (name not in OF_NO_PAPERS_CLAIM)
     assert [each.reading for each in METRICS.values()].count(metric.reading) == 1

@@ -132,9 +132,8 @@ def test_default_patches_tile_the_image() -> None:
         network.patch_embed = nn.Module()
         network.patch_embed.patch_size = own  # type: ignore[assignment]
         assert default_patch_size(network, side) == expected
-    assert default_patch_size(nn.Conv2d(3, 3, 1), 224) == 16
-    assert default_patch_size(nn.Conv2d(3, 3, 1), 32) == 4
-    assert default_patch_size(nn.Conv2d(3, 3, 1), 23) == 23
+    for side, expected in ((224, 16), (32, 4), (21, 3), (20, 5), (30, 30), (23, 23)):
+        assert default_patch_size(nn.Conv2d(3, 3, 1), side) == expected
 
 
 def test_bad_input_is_refused() -> None:

@@ -28,10 +28,11 @@ def maps(images: int, patches: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4)) -> Tens
     return found
 
 
-def measured(gaps: list[float], *parts: int) -> Rollout:
-    """Every answer is wrong, by a logit that is so much larger than all others."""
+def measured(gaps: list[float], *parts: int, right: bool = False) -> Rollout:
+    """Every answer is wrong, or right, by a logit that is so much larger than all others."""
+    classes = torch.as_tensor((DIGITS.labels[: len(gaps)] + (not right)) % 10)
     logits = torch.zeros(len(gaps), 10)
-    logits[torch.arange(len(gaps)), torch.as_tensor((DIGITS.labels[: len(gaps)] + 1) % 10)] = torch.tensor(gaps)
+    logits[torch.arange(len(gaps)), classes] = torch.tensor(gaps)
     metric = RolloutMetric(MetricContext(SOURCE, DIGITS.first(len(gaps)), AnalysisOptions()))
     for part in torch.split(logits, parts or len(gaps)):
         metric.add(Activations(len(part), {}, {"blocks.0.attn": maps(len(part))}, {}, part))
@@ -49,7 +50,8 @@ def test_the_surest_mistakes_are_first_also_beyond_the_digits_of_float32() -> No
 
 
 def test_examples_are_evenly_spaced_and_the_largest_share_is_over_that_of_an_even_look() -> None:
-    found = measured([1.0] * 11, 4, 7)
+    found = measured([1.0] * 11, 4, 7, right=True)
+    assert not found.mistakes
     assert [seen.image for seen in found.examples] == [0, 2, 4, 6, 8, 10]
     assert {seen.shares for seen in found.examples} == {(0.05, 0.1, 0.15, 0.2)}  # the other half stays at itself
     assert (found.grid, found.images, found.largest) == ((2, 2), 11, pytest.approx(0.2 * 4))

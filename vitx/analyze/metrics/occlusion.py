@@ -127,7 +127,7 @@ def default_patch_size(model: nn.Module, image_size: int) -> int:
     """The network's own patch size if 16 × 16 patches or fewer tile the image, else 1/14, 1/8, 1/7 or 1/4 of it."""
     own = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     own = own[0] if isinstance(own, tuple) else own
-    if isinstance(own, int) and image_size % own == 0 and image_size // own <= 16:
+    if isinstance(own, int) and image_size % own == 0 and image_size <= 16 * own:
         return own
     return next((image_size // grid for grid in (14, 8, 7, 4) if image_size % grid == 0), image_size)
 
