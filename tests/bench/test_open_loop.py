@@ -1,7 +1,10 @@
 """Open loop, scenarios and tuning: arrivals, where a latency begins, bisection, the choice of a setting."""
 
 import asyncio
+import gc
 import math
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +129,53 @@ def test_a_model_that_fails_on_one_image_of_many_is_one_error(caplog: pytest.Log
     with pytest.raises(CheckFailed, match=r"^inference failed: the plan fails on a batch of 1$"):
         run_scenario("offline", broken, IMAGES, ScenarioSettings(batching, seconds=0.1, p99=1))
     assert not caplog.records, "what nobody waited for"
+
+
+def test_a_model_that_fails_ends_the_run_at_once() -> None:
+    calls = list[int]()
+
+    def broken(images: UInt8Array) -> Float32Array:
+        calls.append(len(images))
+        raise CheckFailed("no")
+
+    with pytest.raises(CheckFailed, match=r"^inference failed: no$"):
+        run_open_loop(broken, IMAGES, [0.0, HANG], ServeOptions(max_batch=1).batching)
+    assert calls == [1]
+
+
+def test_an_interrupted_run_leaves_no_arrivals_behind(caplog: pytest.LogCaptureFixture) -> None:
+    def arriving() -> bool:
+        return "arrivals" in {thread.name for thread in threading.enumerate()}
+
+    seen = list[bool]()
+
+    def interrupting(images: UInt8Array) -> Float32Array:
+        seen.append(arriving())
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return answer(images)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_open_loop(interrupting, IMAGES, [0.0, 0.0, 0.01, HANG], ServeOptions(max_batch=1).batching)
+    assert seen[0]
+    assert not arriving()
+    gc.collect()
+    assert not caplog.records, "what nobody waited for"
+
+
+def test_requests_are_due_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, due = _OpenLoop._send, list[float]()
+
+    def noted(self: _OpenLoop, batcher: Batcher, index: int, moment: float) -> None:
+        due.append(moment)
+        send(self, batcher, index, moment)
+
+    monkeypatch.setattr(_OpenLoop, "_send", noted)
+    arrivals = [0.0, 0.01, 0.05]
+    result = run_open_loop(answer, IMAGES, arrivals, ServeOptions().batching)
+    assert [moment - due[0] for moment in due] == pytest.approx(arrivals)
+    assert len(result.latencies) == 3
+    assert 0 <= result.late <= result.elapsed
 
 
 @pytest.mark.parametrize("limit", [3.0, 17.3, 99.9])

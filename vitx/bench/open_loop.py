@@ -102,28 +102,32 @@ class _OpenLoop:
         self._lateness: list[float] = []
         self._refused = 0
         self._requests: set[asyncio.Task[None]] = set()
+        self._sent = asyncio.Event()  # all of them, or one has failed
 
     async def run(self, infer: Infer, batching: Batching) -> OpenLoopRun:
         batcher = Batcher(infer, batching)
-        loop, sent = asyncio.get_running_loop(), asyncio.Event()
+        loop, stopped = asyncio.get_running_loop(), threading.Event()
         start = time.monotonic() + _LEAD_SECONDS
 
         def generate() -> None:
             # A thread of its own: the event loop's timers are as coarse as a millisecond.
             for index, arrival in enumerate(self._arrivals):
-                time.sleep(max(0.0, start + arrival - time.monotonic()))
+                if stopped.wait(start + arrival - time.monotonic()):
+                    return
                 loop.call_soon_threadsafe(self._send, batcher, index, start + arrival)
-            loop.call_soon_threadsafe(sent.set)
+            loop.call_soon_threadsafe(self._sent.set)
 
         generator = threading.Thread(target=generate, name="arrivals", daemon=True)
         generator.start()
         try:
-            await sent.wait()
+            await self._sent.wait()
             await asyncio.gather(*self._requests)
             elapsed = time.monotonic() - start
         finally:
+            stopped.set()
+            generator.join()
             await batcher.close()
-        generator.join()
+            await asyncio.gather(*self._requests, return_exceptions=True)  # the closed batcher refuses what is left
         late = percentiles(self._lateness, (0.99,))[0.99]
         return OpenLoopRun(tuple(self._latencies), self._refused, late, elapsed)
 
@@ -137,6 +141,8 @@ class _OpenLoop:
         """Forget a request that was answered or refused; one that failed stays, and ends the run."""
         if not request.cancelled() and request.exception() is None:
             self._requests.discard(request)
+        else:
+            self._sent.set()
 
     async def _request(self, batcher: Batcher, index: int, due: float) -> None:
         row = index % len(self._images)
