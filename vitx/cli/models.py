@@ -10,6 +10,8 @@ from vitx.cli.options import Json
 from vitx.core.console import print_json, print_result, print_table
 from vitx.core.errors import InputError
 
+_EXAMPLE = "vitx models convert FILE.pth --as deepvit_s"
+
 
 def command(
     name: Annotated[
@@ -25,10 +27,11 @@ def command(
     """List the networks, show one in full, or convert a published checkpoint: `convert FILE.pth --as NAME`."""
     if name == "convert":
         if file is None or network is None:
-            raise InputError("convert needs a file and the network: vitx models convert FILE.pth --as deepvit_s")
+            raise InputError(f"convert needs a file and the network: {_EXAMPLE}")
         _convert(file, network, out or file.with_suffix(".safetensors"), as_json=as_json)
     elif file is not None or network is not None or out is not None:
-        raise InputError(f"FILE, --as and --out go with 'convert', not with '{name}'")
+        otherwise = f": {_EXAMPLE}" if name is None else f", not with '{name}'"
+        raise InputError(f"FILE, --as and --out go with 'convert'{otherwise}")
     elif name is None:
         _list(as_json=as_json)
     else:
