@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
 from vitx.core.options import Options, option
 
 StudyKind = Literal[
@@ -25,3 +27,9 @@ class TrainOptions(Options):
     resume: bool = option(False, "Continue a run that was stopped.")
     lr_find: bool = option(False, "Raise the learning rate step by step, say which one to take; write nothing.")
     dry_run: bool = option(False, "Take a few steps, print data, shapes, memory and time; write nothing.")
+
+    @model_validator(mode="after")
+    def _one_trial(self) -> "TrainOptions":
+        if self.dry_run and self.lr_find:
+            raise ValueError("--dry-run and --lr-find each try the recipe in their own way: leave one of them out")
+        return self
