@@ -108,6 +108,14 @@ def test_a_served_model_is_asked_with_its_token(vitx: Vitx, monkeypatch: pytest.
     assert vitx("parity", "http", "b")[0] == 0
 
 
+def test_an_empty_candidate_is_no_bundle_alone(vitx: Vitx, monkeypatch: pytest.MonkeyPatch, tables: Tables) -> None:
+    asked = compared(monkeypatch, result_of())
+    for verify in ((), ("--verify",)):
+        code, _, err = vitx("parity", "a", "", *verify)
+        assert (code, err) == (2, "error: CANDIDATE '': it is empty: is a variable not set?\n")
+    assert not asked
+
+
 def test_a_pair_that_differs_is_an_error(vitx: Vitx, monkeypatch: pytest.MonkeyPatch, tables: Tables) -> None:
     flips = [
         Flip(key=f"{margin}.png", label=3, reference=1, candidate=2, reference_margin=margin, batch_size=8)

@@ -140,6 +140,7 @@ def test_a_study_that_is_stopped_says_how_it_goes_on(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (("losses", "--recipe", ""), "--recipe '': it is empty: is a variable not set?"),
         (("losses", "--depths", "6"), "--depths is of `vitx study depth`, not of losses"),
         *(
             (

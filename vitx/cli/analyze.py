@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitx.analyze.options import AnalysisRequest, check_metrics
-from vitx.cli.options import Json, Quiet, from_records
+from vitx.cli.options import Json, Quiet, from_records, not_empty
 from vitx.core.console import counted, log_next, print_json, print_table
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ _DEFAULTS = AnalysisRequest()
 @from_records("analyze")
 def command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A run folder, model:NAME or model:timm/NAME.")],
-    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Another one, to be set beside it.")] = None,
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="Another one, to be set beside it.", callback=not_empty)
+    ] = None,
     request: AnalysisRequest = _DEFAULTS,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -34,7 +36,7 @@ def command(
     from vitx.cli.next_command import export_of
 
     metrics = chosen_metrics(request.only or None)
-    names = [source, other] if other else [source]
+    names = [source] if other is None else [source, other]
     analyses, cka_between = analyze_networks(names, metrics, request, quiet=quiet)
     if as_json:
         print_json(report_json(analyses, cka_between))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitx.cli.options import Json, Quiet, from_records, require_effect
+from vitx.cli.options import Json, Quiet, from_records, not_empty, require_effect
 from vitx.core.console import log, log_next, print_fields, print_json, print_table
 from vitx.core.errors import CheckFailed, InputError
 from vitx.parity.options import ParityOptions
@@ -32,7 +32,9 @@ def command(
     candidate: Annotated[
         str | None,
         typer.Argument(
-            metavar="CANDIDATE", help="A bundle, a run folder or the URL of a served model; with --verify, its run."
+            metavar="CANDIDATE",
+            help="A bundle, a run folder or the URL of a served model; with --verify, its run.",
+            callback=not_empty,
         ),
     ] = None,
     options: ParityOptions = _DEFAULTS,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, not_empty
 from vitx.core.console import log, print_fields, print_json, print_table
 from vitx.core.errors import CheckFailed, InputError
 from vitx.train.options import StudyKind
@@ -26,7 +26,10 @@ def command(
         ),
     ],
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="A name of `vitx recipes`. Default: digits-deit, digits-alternet.")
+        str | None,
+        typer.Option(
+            "--recipe", help="A name of `vitx recipes`. Default: digits-deit, digits-alternet.", callback=not_empty
+        ),
     ] = None,
     data: Data = None,
     seeds: Annotated[str, typer.Option("--seeds", metavar="A,B", help="Each variant is trained with each.")] = "0,1,2",
