@@ -62,8 +62,9 @@ def predicted(monkeypatch: pytest.MonkeyPatch, summary: PredictionSummary) -> Ca
 
 def test_a_prediction_is_summed_up(vitx: Vitx, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = predicted(monkeypatch, SUMMARY)
-    assert vitx("predict", "b", "i", "--out", "o/") == (0, "", "")
-    assert calls == [(Path("b"), "i", "o/", PredictOptions(), False), ("100 images of i", FIELDS)]
+    assert vitx("predict", "b", "i", "--out", "X/") == (0, "", "")
+    fields = FIELDS | {"written to": "X/predictions.parquet"}
+    assert calls == [(Path("b"), "i", "X/", PredictOptions(), False), ("100 images of i", fields)]
     assert [*calls[1][1]] == [*FIELDS]
 
 
