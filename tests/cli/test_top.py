@@ -157,11 +157,15 @@ def test_a_snapshot_in_full() -> None:
 
 
 def test_what_is_good_is_green_and_what_is_not_is_red() -> None:
-    head, _, table, _ = top.view(FOUND).renderables
-    assert [span.style for span in head.spans] == ["green"]  # type: ignore[union-attr]  # a Text
-    assert [cell.style for cell in table.columns[7].cells] == ["green", "red"]  # type: ignore[union-attr]  # a Table
-    head = top.view(FOUND | {"ready": False}).renderables[0]
-    assert [span.style for span in head.spans] == ["red"]  # type: ignore[union-attr]
+    found: list[Any] = list(top.view(FOUND).renderables)
+    head, _, table, _ = found
+    assert [span.style for span in head.spans] == ["green"]
+    sides = ["left", *["right"] * 6, "left", "left"]
+    assert [column.justify for column in table.columns] == sides
+    assert {column.overflow for column in table.columns} == {"fold"}
+    assert [cell.style for cell in table.columns[7].cells] == ["green", "red"]
+    found = list(top.view(FOUND | {"ready": False}).renderables)
+    assert [span.style for span in found[0].spans] == ["red"]
 
 
 def test_a_file_of_no_certificates_is_refused(vitx: Vitx, calls: Calls, tmp_path: Path) -> None:
