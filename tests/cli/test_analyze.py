@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cli_fixture import Vitx
-from vitx.analyze.analysis import METRICS
+from vitx.analyze import METRICS
 from vitx.analyze.findings.differences import Difference
 from vitx.analyze.findings.finding import Finding, Findings
 from vitx.analyze.options import AnalysisRequest
@@ -49,12 +49,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         found = [analysis(f"runs/{names[0]}", FINDING, cka="C"), analysis(f"runs/{names[-1]}-b", cka="D")]
         return found[: len(names)], "between"
 
+    def compare(*given: Any) -> list[Difference]:
+        made.append(("differ", *given))
+        return [DIFFERENCE]
+
     monkeypatch.setattr("vitx.analyze.network_analyses.analyze_networks", analyze_networks)
     monkeypatch.setattr("vitx.analyze.analysis_report.report_json", lambda *given: {"given": [len(given[0]), given[1]]})
     monkeypatch.setattr("vitx.cli.next_command.export_of", lambda run: (*EXPORT[:2], run))
     monkeypatch.setattr(
         "vitx.analyze.findings.differences.differences",
-        lambda *given: (made.append(("differ", *given)), [DIFFERENCE])[1],
+        compare,
     )
     monkeypatch.setitem(METRICS, "cka", replace(METRICS["cka"], line=lambda result: f"line {result}"))
     for name in ("print_table", "log_next"):

@@ -23,7 +23,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     made: Calls = []
 
     def noted(name: str, found: Any = None) -> Any:
-        return lambda *given, **options: (made.append((name, *given, options) if options else (name, *given)), found)[1]
+        def call(*given: Any, **options: Any) -> Any:
+            made.append((name, *given, options) if options else (name, *given))
+            return found
+
+        return call
 
     loaded = SimpleNamespace(model="model", preprocessing="pixels", spec=SimpleNamespace(name="net"))
     monkeypatch.setattr("vitx.parity.exported.source_request", noted("source", SimpleNamespace(load=lambda: loaded)))

@@ -22,11 +22,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     report = SimpleNamespace(lines=lambda: ["one line", "another"], as_dict=lambda: {"missing": []})
 
     def noted(name: str, found: Any) -> Any:
-        return lambda *given, **options: (made.append((name, *given, *options.items())), found)[1]
+        def call(*given: Any, **options: Any) -> Any:
+            made.append((name, *given, *options.items()))
+            return found
+
+        return call
 
     summary = SimpleNamespace(model_dump=lambda: {"tokens": 4})
     monkeypatch.setattr("vitx.models.build_model", noted("build", network))
-    monkeypatch.setattr("vitx.models.load_public_checkpoint", lambda _, path: (made.append(("load", path)), report)[1])
+    monkeypatch.setattr("vitx.models.load_public_checkpoint", lambda _, path: noted("load", report)(path))
     monkeypatch.setattr("vitx.models.public_checkpoint.classes_in", noted("classes", 7))
     monkeypatch.setattr("vitx.models.public_checkpoint.save_weights", lambda _, path: made.append(("save", path)))
     monkeypatch.setattr("vitx.models.network_summary.summarize", noted("summarize", summary))

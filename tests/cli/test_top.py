@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What the server was asked, how long was waited, and which readings were set beside each other."""
     made: Calls = []
 
+    def snapshot(*given: Any) -> dict[str, Any]:
+        made.append(given)
+        return FOUND
+
     class Client:
         def __init__(self, *given: Any) -> None:
             made.append(("server", *given))
@@ -56,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             return self.readings
 
     monkeypatch.setattr("vitx.serve.observe.top.ServerClient", Client)
-    monkeypatch.setattr("vitx.serve.observe.top.snapshot", lambda *given: (made.append(given), FOUND)[1])
+    monkeypatch.setattr("vitx.serve.observe.top.snapshot", snapshot)
     monkeypatch.setattr("time.sleep", lambda seconds: made.append(("sleep", seconds)))
     return made
 
@@ -92,7 +97,8 @@ def test_a_terminal_is_drawn_again_unless_one_interval_is_asked_for(
 
 
 def test_a_server_that_stops_answering_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, readings = [], iter([2, EnvironmentMissing("gone"), 3, KeyboardInterrupt()])
+    shown: list[Any] = []
+    readings: Iterator[Any] = iter([2, EnvironmentMissing("gone"), 3, KeyboardInterrupt()])
 
     class Live:
         def __init__(self, first: Any, **options: Any) -> None:
@@ -107,7 +113,7 @@ def test_a_server_that_stops_answering_is_asked_again(monkeypatch: pytest.Monkey
             shown.append((str(what), getattr(what, "style", None), refresh))
 
     class Server:
-        def read(self) -> int:
+        def read(self) -> Any:
             found = next(readings)
             if isinstance(found, BaseException):
                 raise found

@@ -127,7 +127,7 @@ def test_a_training_that_is_stopped_says_how_it_goes_on(
         raise SystemExit(number)
 
     monkeypatch.setattr("vitx.train.train", stopped)
-    monkeypatch.setattr(train.os, "_exit", ended)
+    monkeypatch.setattr("os._exit", ended)
     again = "vitx train mine --out 'a folder' --resume"
     given = ("train", "mine", "--out", "a folder", "--set", "a=1")
     assert vitx(*given) == (code, "", f"{what}: resume with `{again}`\n")
