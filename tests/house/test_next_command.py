@@ -21,6 +21,10 @@ def test_few_images_prove_a_higher_rate_and_the_command_asks_for_it(images: int,
     assert export_of("runs/x", images) == [*EXPORT, *more]
 
 
+def test_images_that_were_left_out_are_left_out_again() -> None:
+    assert export_of("runs/x", 5000, skip_bad=True) == [*EXPORT, "--skip-bad"]
+
+
 def test_a_bundle_is_beside_its_run_whose_name_may_end_with_a_slash() -> None:
     assert export_of("runs/x/", 5000)[-1] == "runs/x.vitx"
 
@@ -49,3 +53,6 @@ def test_the_images_are_those_that_the_run_evaluates(tmp_path: Path) -> None:
     )
     write_json(run / "run.json", info)
     assert export_of(run) == ["vitx", "export", run, "--out", f"{run}.vitx", "--max-flip-rate", "0.777"]
+    (tmp_path / "images" / "val" / "a" / "bad.png").touch()
+    assert export_of(run)[5:] == []  # export says what is wrong
+    assert export_of(run, skip_bad=True)[5:] == ["--skip-bad", "--max-flip-rate", "0.777"]

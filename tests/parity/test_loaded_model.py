@@ -190,11 +190,11 @@ IMAGES = numbered_images([0, 1] * 200, ("a", "b"))
 
 def test_the_images_of_an_export_are_counted_before_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(exported, "open_images", lambda data, split: note(asked, (data, split), IMAGES))
+    monkeypatch.setattr(exported, "open_images", lambda *a, **o: note(asked, (*a, *o.items()), IMAGES))
     plan = sampling_plan(SourceRequest(str(run.path)), None, 0.02)
     assert (plan.images, plan.flips) == (400, 3)  # the bound on three of 400 is 0.019269
-    assert sampling_plan(SourceRequest(str(run.path)), "other", 0.01).flips == 0
-    assert asked == [("numbers", "val"), ("other", "val")]
+    assert sampling_plan(SourceRequest(str(run.path)), "other", 0.01, skip_bad=True).flips == 0
+    assert asked == [("numbers", "val", ("skip_bad", False)), ("other", "val", ("skip_bad", True))]
     with pytest.raises(InputError, match=r"400 images cannot prove a flip rate of at most 0\.001"):
         sampling_plan(SourceRequest(str(run.path)), None, 0.001)
     with pytest.raises(InputError):
@@ -232,8 +232,8 @@ class Exporting:
         self.calls["triton"] = (asked, options)
         return Path("repository/tiny")
 
-    def sampling_plan(self, *asked: Any) -> str:
-        self.calls["plan"] = asked
+    def sampling_plan(self, *asked: Any, skip_bad: bool) -> str:
+        self.calls["plan"] = (*asked, skip_bad)
         return "the plan"
 
     def export_bundle(self, request: Any, out: Path, options: Any, *, plan: Any, quiet: bool, accept: Any) -> Bundle:
@@ -254,16 +254,17 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
         "runtimes": RUNTIMES_BY_DEFAULT,
         "max_flip_rate": options.max_flip_rate,
         "device": options.device,
+        "skip_bad": False,
         "quiet": True,
     }
     assert exporting.calls == {
-        "plan": (request, None, options.max_flip_rate),
+        "plan": (request, None, options.max_flip_rate, False),
         "export": ("runs/x", Path("runs/x.vitx"), options, "the plan", True),
         "certify": ((bundle, request, None), limits),
     }
     assert capsys.readouterr().err == ""
     options = ExportOptions(
-        data="d", for_="cpu", witness=7, max_flip_rate=0.05, device="cpu", triton=Path("repository")
+        data="d", for_="cpu", witness=7, max_flip_rate=0.05, device="cpu", skip_bad=True, triton=Path("repository")
     )
     export_certified("model:deit_tiny", "o.vitx", options, weights="random")
     request = SourceRequest("model:deit_tiny", which="best", weights="random", data="d")
@@ -274,10 +275,11 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
             "runtimes": (*RUNTIMES_BY_DEFAULT, *CANDIDATES),
             "max_flip_rate": 0.05,
             "device": "cpu",
+            "skip_bad": True,
             "quiet": False,
         },
     )
-    assert exporting.calls["plan"] == (request, "d", 0.05)
+    assert exporting.calls["plan"] == (request, "d", 0.05, True)
     of_graph: dict[str, Any] = {"plan": None, "allow_uncertified": False}
     assert exporting.calls["triton"] == ((Path("o.vitx"), Path("repository")), of_graph)
     assert capsys.readouterr().err == (
@@ -346,7 +348,7 @@ def test_the_certificate_of_an_export(
 
     monkeypatch.setattr(exported, "model_from_source", lambda *a: note(asked, a, sides[0]))
     monkeypatch.setattr(exported, "model_from_bundle", lambda *a, **o: note(asked, (a, o), sides[1]))
-    monkeypatch.setattr(exported, "open_images", lambda *a: note(asked, a, IMAGES))
+    monkeypatch.setattr(exported, "open_images", lambda *a, **o: note(asked, (*a, *o.items()), IMAGES))
     monkeypatch.setattr(exported, "certify_models", certify_models)
     monkeypatch.setattr(exported, "measure_token_similarity", measured)
     monkeypatch.setattr(exported, "failure_notes", lambda *a, **o: (str(a[3].verdict), f"{a[4] is request} {o}"))
@@ -356,7 +358,9 @@ def test_the_certificate_of_an_export(
             sides[side] = replace(sides[side], session=TableSession([[0.0]]))
 
         def certified(data: str | None = data) -> None:
-            certify_export(bundle, request, data, max_flip_rate=0.25, device="cpu", witness=0, quiet=True)
+            certify_export(
+                bundle, request, data, max_flip_rate=0.25, device="cpu", skip_bad=True, witness=0, quiet=True
+            )
 
         if verdict == "pass":
             certified()
@@ -377,7 +381,7 @@ def test_the_certificate_of_an_export(
         assert asked == [
             ("the source", "cpu"),
             ((bundle,), {"device": "cpu", "use_twin": True}),
-            (opened, "val"),
+            (opened, "val", ("skip_bad", True)),
             ((*sides, IMAGES), options),
         ]
         assert all(side.session.was_freed for side in sides)  # type: ignore[attr-defined]

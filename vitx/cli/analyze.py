@@ -44,7 +44,7 @@ def command(
         _print_findings(analyses)
         _print_table(analyses, metrics)
     if other is None and not source.startswith("model:") and not quiet:  # the images are listed to name the command
-        log_next(*export_of(source))
+        log_next(*export_of(source, skip_bad=request.skip_bad))
 
 
 def _print_findings(analyses: "list[Analysis]") -> None:

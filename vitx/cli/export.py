@@ -47,7 +47,7 @@ def command(
     bundle = export_certified(source, out, options, weights=weights, quiet=quiet)
     print_result(f"bundle {bundle.manifest.name}", bundle.summary(), as_json=as_json)
     if bundle.certificate() is not None:
-        log_next("vitx", "parity", "--verify", bundle.path, quiet=quiet)
+        log_next("vitx", "parity", "--verify", bundle.path, *["--skip-bad"] * options.skip_bad, quiet=quiet)
 
 
 def _explain(target: str, weights: str, options: ExportOptions, *, as_json: bool) -> None:

@@ -31,4 +31,4 @@ def command(
         folder, page, data=data, which=checkpoint, device=choose_device(device), skip_bad=skip_bad, quiet=quiet
     )
     print_result(f"report of {run}", summary, as_json=as_json)
-    log_next(*export_of(run, summary.get("images")), quiet=quiet)
+    log_next(*export_of(run, summary.get("images"), skip_bad=skip_bad), quiet=quiet)

@@ -120,7 +120,7 @@ def _train(
         log(f"stopped after {done} of {resolved.epochs} epochs: {OUT_OF_PATIENCE}", quiet=quiet)
     metric = resolved.selection.metric
     print_result(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
-    log_next("vitx", "report", folder, quiet=quiet)
+    log_next("vitx", "report", folder, *["--skip-bad"] * choices["skip_bad"], quiet=quiet)
 
 
 def _find_rate(resolved: "Recipe", *, as_json: bool, **choices: Any) -> None:

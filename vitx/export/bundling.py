@@ -168,6 +168,7 @@ def _lower(
         base=options.base_type(),
         sampling_plan=plan,
         quiet=quiet,
+        skip_bad=options.skip_bad,
     )
     return run_limited(
         *(f"lowering to {precision}", lower_file, graph, request, source.preprocessing),

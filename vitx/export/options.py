@@ -96,6 +96,7 @@ class ExportOptions(Options):
         text=True,
     )
     device: DeviceOption = "auto"
+    skip_bad: bool = option(False, "Leave unreadable images out, and count them.")
     uncertified: bool = option(False, "Write the bundle without comparing it with the checkpoint.")
     outputs: tuple[str, ...] = option(
         (),

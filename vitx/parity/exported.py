@@ -16,7 +16,7 @@ from vitx.core.files import write_json
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
 from vitx.export.bundling import bundle_name
 from vitx.export.hub import check_hub_folder, write_hub_folder
@@ -53,7 +53,7 @@ def export_certified(
     if options.sign is not None:
         check_private_key(options.sign)
     if options.calibration is not None:  # found later, --for cpu would take it for a reason to leave the int8 graph out
-        open_images(options.calibration, "train")
+        open_images(options.calibration, "train", skip_bad=options.skip_bad)
     out = Path(out or (f"{request.network}.vitx" if request.is_model else f"{target}.vitx"))
     written = {"--out": out}
     if options.hub is not None:
@@ -68,18 +68,23 @@ def export_certified(
     if options.engine.timing_cache is not None:
         written["--timing-cache"] = options.engine.timing_cache
     _require_apart(written)
-    limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
+    limits: dict[str, Any] = {"device": options.device, "skip_bad": options.skip_bad, "quiet": quiet}
 
     runtimes = (*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ()))
 
     def accept(bundle: Bundle) -> None:
         if not options.uncertified:
-            certify_export(bundle, request, options.data, witness=options.witness, runtimes=runtimes, **limits)
+            rate, witness = options.max_flip_rate, options.witness
+            certify_export(
+                bundle, request, options.data, max_flip_rate=rate, witness=witness, runtimes=runtimes, **limits
+            )
         if options.sign is not None:
             sign_bundle(Bundle.open(bundle.path), options.sign)
 
     log(f"export: {target} to {out}", quiet=quiet)
-    plan = None if options.uncertified else sampling_plan(request, options.data, options.max_flip_rate)
+    plan = None
+    if not options.uncertified:
+        plan = sampling_plan(request, options.data, options.max_flip_rate, skip_bad=options.skip_bad)
     bundle = export_bundle(request, out, options, plan=plan, quiet=quiet, accept=accept)
     if options.triton is not None:
         engine = bundle.path / ENGINES_FOLDER / "tensorrt.plan" if options.trt else None
@@ -102,7 +107,7 @@ def _require_apart(written: Mapping[str, Path]) -> None:
 def _class_names(request: SourceRequest) -> Sequence[str]:
     """Those that the bundle will have; none of a `model:` without data, whose classes are numbers."""
     if request.is_model:
-        return open_images(request.data, "val").class_names if request.data else ()
+        return open_images(request.data, "val", skip_bad=True).class_names if request.data else ()
     return RunFolder.open(request.target).info.class_names
 
 
@@ -120,13 +125,15 @@ def source_request(target: str | Path, options: ExportOptions, weights: str) -> 
     return request if request.is_model else replace(request, data=None)
 
 
-def sampling_plan(request: SourceRequest, data: str | None, max_flip_rate: float) -> SamplingPlan:
+def sampling_plan(
+    request: SourceRequest, data: str | None, max_flip_rate: float, *, skip_bad: bool = False
+) -> SamplingPlan:
     """How many images the certificate will look at, and how many of them may flip.
 
     Known before the export, so that an image set too small for the flip rate is refused before hours are spent.
     """
     request.require_known()
-    count = len(open_images(data or RunFolder.open(request.target).info.data, "val"))
+    count = len(open_images(data or RunFolder.open(request.target).info.data, "val", skip_bad=skip_bad))
     check_image_count(count, max_flip_rate)
     return SamplingPlan(count, flips_allowed(count, max_flip_rate))
 
@@ -138,6 +145,7 @@ def certify_export(
     *,
     max_flip_rate: float,
     device: str,
+    skip_bad: bool = False,
     witness: int | None = None,
     runtimes: Sequence[str] = RUNTIMES_BY_DEFAULT,
     quiet: bool,
@@ -152,7 +160,8 @@ def certify_export(
         model_from_source(request.load(), device) as reference,
         model_from_bundle(bundle, device=device, use_twin=True) as candidate,
     ):
-        images = open_images(data or reference.data, "val")
+        images = open_images(data or reference.data, "val", skip_bad=skip_bad)
+        log_skipped(images)
         tokens = partial(measure_token_similarity, reference, candidate, images, quiet=quiet)
         certificate = certify_models(
             reference,

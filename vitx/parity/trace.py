@@ -307,7 +307,7 @@ def _repair(
     target: Target = "tensorrt" if manifest.lowering.get("target") == "tensorrt" else "cpu"
     precision, base = manifest.precision, manifest.base
     least = least_images(precision)
-    training = sample_images(open_images(images.name, "train"), manifest.preprocessing, least=least)
+    training = sample_images(open_images(images.name, "train", skip_bad=True), manifest.preprocessing, least=least)
     found = repair(exact, graph, precision, training, pixels, target=target, base=base, quiet=quiet)
     return _repair_text(found, manifest.precision)
 

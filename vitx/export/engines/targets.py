@@ -71,6 +71,7 @@ class PrecisionRequest:
     base: Base = "fp32"
     sampling_plan: SamplingPlan | None = None
     quiet: bool = False
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class LoweredFile:
 
 def lower_file(path: Path, request: PrecisionRequest, preprocessing: Preprocessing) -> LoweredFile:
     """Replace the float32 graph at `path` by one of lower precision."""
-    training, least = open_images(request.data, "train"), least_images(request.precision)
-    images = sample_images(training, preprocessing, least=least)
+    training = open_images(request.data, "train", skip_bad=request.skip_bad)
+    images = sample_images(training, preprocessing, least=least_images(request.precision))
     lowered = lower_precision(
         onnx.load(str(path)),
         request.precision,
