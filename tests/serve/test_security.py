@@ -31,6 +31,7 @@ from server_process import (
 from vitx.core.errors import InputError
 from vitx.core.urls import read_token
 from vitx.serve.errors import RequestError
+from vitx.serve.observe.top import ServerClient
 from vitx.serve.options import ServeOptions
 from vitx.serve.security import Tokens, read_pem
 
@@ -170,6 +171,10 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
             assert silent.recv(1) == b""
         assert server.line.startswith("vitx: serving tiny on https://127.0.0.1:")
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+        with pytest.raises(
+            InputError, match=r"^the certificate of https:\S+ is not trusted \(self.signed .*\): give --ca"
+        ):
+            ServerClient(f"https://{server.host}:{server.port}").read()
         certificate.read_bytes()
         plain = http.client.HTTPConnection(server.host, server.port, timeout=5)
         plain.request("GET", "/v2")

@@ -74,13 +74,14 @@ def view(found: Mapping[str, Any]) -> "Group":
     from rich.text import Text
 
     table = Table(expand=True)
-    for title in ("model", "images/s", "batches/s", "mean batch", "queue", "queue ms", "compute ms"):
+    for title in ("model", "version", "images/s", "batches/s", "mean batch", "queue", "queue ms", "compute ms"):
         table.add_column(title, justify="left" if title == "model" else "right", overflow="fold")
     for title in ("certificate", "runs on"):
         table.add_column(title, overflow="fold")
     for model in found["models"]:
         table.add_row(
             Text(model["name"]),
+            model["version"],
             f"{model['images_per_second']:,.1f}",
             f"{model['batches_per_second']:,.1f}",
             "–" if model["mean_batch"] is None else f"{model['mean_batch']:.1f}",

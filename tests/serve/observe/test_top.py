@@ -73,7 +73,7 @@ def test_one_snapshot_as_text_and_as_json(server: ServerProcess, vitx: Vitx) -> 
         assert json.loads(out)["models"][0]["images_per_second"] > 1
         code, out, err = vitx("top", f"http://{server.url}/", "--once", "--interval", "0.2")
     assert (code, err) == (0, "")
-    assert re.search(r"│ tiny +│ +[\d,]+\.\d │", out)
+    assert re.search(r"│ tiny +│ +1 │ +[\d,]+\.\d │", out)
     assert "│ pass " in out
     assert "│ uncertified " in out
     assert "refused since the start: " in out

@@ -101,6 +101,8 @@ class ServerClient:
             raise self._not_vitx(f"what it sent is no HTTP or, as with --tls-client-ca, ends ({error!r:.80})") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
+            if why := getattr(reason, "verify_message", ""):
+                raise InputError(f"the certificate of {self.url} is not trusted ({why}): give --ca-file") from None
             remedy = "start `vitx serve BUNDLE`, or give the address it printed"
             raise EnvironmentMissing(f"nothing answers at {self.url} ({reason}): {remedy}") from None
 
