@@ -1,7 +1,6 @@
 """What a training has come to, in numbers, in words and in pictures."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
 from vitx.train import report_figures
 from vitx.train.loop import result as module
-from vitx.train.loop.result import TrainingResult, describe_epoch, log_skipped
+from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.recipes.recipe import RECIPE_FILE
 
 ROW: dict[str, Any] = {"top1": 0.5, "nll": 1.25, "ece": 0.125, "cos_sim": [0.25, 0.5, 0.75], "attention_std": [0.5]}
@@ -79,9 +78,3 @@ def test_the_line_of_an_epoch() -> None:
     assert describe_epoch(row, 12) == (
         "epoch 1/12: top-1 75.00% NLL 2.0000 (classification 1.500 total 2.250) lr 0.0012 1.3 s"
     )
-
-
-def test_what_was_left_out_is_counted_and_the_first_named(capsys: pytest.CaptureFixture[str]) -> None:
-    sets: Any = [SimpleNamespace(skipped=names) for names in ((), ("a.png",), ("b.png", "c.png"))]
-    log_skipped(*sets)
-    assert capsys.readouterr().err == "left out 1 image: a.png\nleft out 2 images: b.png and 1 more\n"
