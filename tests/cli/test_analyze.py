@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     monkeypatch.setattr("vitx.analyze.network_analyses.analyze_networks", analyze_networks)
     monkeypatch.setattr("vitx.analyze.analysis_report.report_json", lambda *given: {"given": [len(given[0]), given[1]]})
-    monkeypatch.setattr("vitx.cli.next_command.export_of", lambda run: (*EXPORT[:2], run))
+    monkeypatch.setattr("vitx.cli.next_command.export_of", lambda run, *, skip_bad: (*EXPORT[:2], run, skip_bad))
     monkeypatch.setattr(
         "vitx.analyze.findings.differences.differences",
         compare,
@@ -79,7 +79,9 @@ def test_a_network_is_its_findings_and_a_line_for_each_metric(vitx: Vitx, calls:
     assert found == ("print_table", "findings of run", FINDINGS, [("It is so.", "0.5 of all", "none")])
     assert (title, columns) == ("2 images of digits", ("metric", "run"))
     assert dict(rows) == {"cka": "line C", "lesions": "not applicable: no blocks"}
-    assert following == ("log_next", *EXPORT)
+    assert following == ("log_next", *EXPORT, False)
+    assert vitx("analyze", "run", *ONLY, "--skip-bad")[0] == 0
+    assert calls[-1] == ("log_next", *EXPORT, True)
 
 
 def test_two_networks_are_set_beside_each_other(vitx: Vitx, calls: Calls) -> None:

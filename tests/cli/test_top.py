@@ -16,6 +16,7 @@ from vitx.core.errors import EnvironmentMissing
 
 MODEL = {
     "name": "net",
+    "version": "7",
     "images_per_second": 1234.56,
     "batches_per_second": 2345.67,
     "mean_batch": 3.21,
@@ -149,12 +150,22 @@ def test_a_snapshot_in_full() -> None:
         "17 open files",
     ]
     cells = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines[2:-1]]
-    titles = ["model", "images/s", "batches/s", "mean batch", "queue", "queue ms", "compute ms", "certificate"]
-    numbers = ["1,234.6", "2,345.7", "3.2", "4,321", "0.123 / –", "12.5 / 100"]
-    assert [row for row in cells if len(row) == 9] == [
+    titles = [
+        "model",
+        "version",
+        "images/s",
+        "batches/s",
+        "mean batch",
+        "queue",
+        "queue ms",
+        "compute ms",
+        "certificate",
+    ]
+    numbers = ["7", "1,234.6", "2,345.7", "3.2", "4,321", "0.123 / –", "12.5 / 100"]
+    assert [row for row in cells if len(row) == 10] == [
         [*titles, "runs on"],
         ["net", *numbers, "pass", "P, fp16"],
-        ["idle", *numbers[:2], "–", *numbers[3:], "uncertified", "P, fp16"],
+        ["idle", *numbers[:3], "–", *numbers[4:], "uncertified", "P, fp16"],
     ]
     assert lines[-1] == "refused since the start: 1,234 queue_full, 2 unknown_model"
     lines = drawn(FOUND | {"ready": False, "rejections": {"timeout": 0}})
@@ -166,10 +177,10 @@ def test_what_is_good_is_green_and_what_is_not_is_red() -> None:
     found: list[Any] = list(top.view(FOUND).renderables)
     head, _, table, _ = found
     assert [span.style for span in head.spans] == ["green"]
-    sides = ["left", *["right"] * 6, "left", "left"]
+    sides = ["left", *["right"] * 7, "left", "left"]
     assert [column.justify for column in table.columns] == sides
     assert {column.overflow for column in table.columns} == {"fold"}
-    assert [cell.style for cell in table.columns[7].cells] == ["green", "red"]
+    assert [cell.style for cell in table.columns[8].cells] == ["green", "red"]
     found = list(top.view(FOUND | {"ready": False}).renderables)
     assert [span.style for span in found[0].spans] == ["red"]
 

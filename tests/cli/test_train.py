@@ -91,7 +91,7 @@ def test_everything_that_is_given_is_asked_for(
         ("analysis", tmp_path, 2, {"skip_bad": True, "quiet": True}),
         ("train", RECIPE, tmp_path, PLAIN | asked),
         ("print_result", f"trained {tmp_path}", {"summary": "nll"}, {"as_json": True}),
-        ("log_next", "vitx", "report", tmp_path, {"quiet": True}),
+        ("log_next", "vitx", "report", tmp_path, "--skip-bad", {"quiet": True}),
     ]
 
 
