@@ -17,6 +17,7 @@ from vitx.serve.options import ServeOptions
 def warm(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> WarmModel:
     network = replace(SMALL, name="tiny", image_size=IMAGE_SIZE, classes=len(LABELS))
     monkeypatch.setattr(server_overhead, "SMALL", network)
+    monkeypatch.setattr(server_overhead, "configure_process", lambda: None)  # of a process that only serves
     loader = Loader(ServeOptions(device="cpu", instances=1, threads=1))
     return loader.warm(loader.verify(tiny_bundle.path))
 

@@ -7,6 +7,7 @@ import ctypes
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,10 +118,10 @@ def _child(connection: Connection, function: Callable[..., Any], arguments: tupl
             answer = ("result", function(*arguments))
         except (VitxError, OSError) as error:  # the user's mistake, or the disk's failure
             answer = ("error", error)
-        pickled = ForkingPickler.dumps(answer)
-        ForkingPickler.loads(pickled)  # some libraries' errors can be pickled and not be read
+        pickled = pickle.dumps(answer)
+        pickle.loads(pickled)  # some libraries' errors can be pickled and not be read
     except BaseException:  # noqa: BLE001 - the edge of the process: the parent gets the traceback
-        pickled = ForkingPickler.dumps(("error", traceback.format_exc().strip()))
+        pickled = pickle.dumps(("error", traceback.format_exc().strip()))
     connection.send_bytes(pickled)
     connection.close()
 
