@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,8 @@ def _exits_kept() -> Iterator[Callable[[], None]]:
     exits: list[SystemExit] = []
 
     def handle(number: int, frame: Any) -> None:
-        signal.alarm(0)  # the handler of Ray's library gives a process 3 s to end
+        if sys.platform != "win32":
+            signal.alarm(0)  # the handler of Ray's library gives a process 3 s to end
         try:
             before[signal.Signals(number)](number, frame)
         except SystemExit as error:
