@@ -54,6 +54,7 @@ try:
     )
     from support.gpu_runtimes import onnxruntime_run, tensorrt_run
     from support.gpu_timing import PRECISIONS, device_times, product_rate
+    from support.turns import turn_order
     from vitx.bench.energy import gpu_energy
     from vitx.core.errors import VitxError
     from vitx.core.files import write_json
@@ -180,7 +181,7 @@ def measure(
 
     rates, meter = [product_rate(precision, device, seconds / TURNS / 2)], gpu_energy() if device == "cuda" else None
     for turn in range(TURNS):
-        for name in (*runs,)[:: 1 if turn % 2 else -1]:
+        for name in turn_order(runs, turn):
             before = meter() if meter else 0.0
             times[name] += device_times(partial(call, name), seconds / TURNS, device)
             joules[name] += meter() - before if meter else 0.0

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from support.images import detailed_image
 from support.server_peers import export_deit_tiny
 from support.targets import all_hold, command_line, report_header, save_report
+from support.turns import turn_order
 from vitx.core.bundle import Bundle
 from vitx.core.machine import usable_cores
 from vitx.runtimes import load_session
@@ -81,7 +82,7 @@ def compare(bundle: Bundle, scratch: Path, size: str, runtime: str, rounds: int)
     rates: dict[str, list[float]] = {name: [] for name in ("bare", *SETTINGS)}
     for turn in range(rounds):
         rates["bare"].append(bare(bundle, folder, runtime))
-        for name in (*SETTINGS,)[:: 1 if turn % 2 else -1]:
+        for name in turn_order(SETTINGS, turn):
             out = scratch / f"{size}-{name}-{turn}"
             rates[name].append(predicted(bundle.path, folder, out, runtime, SETTINGS[name]))
     ratios = {

@@ -37,6 +37,7 @@ from support.images import detailed_image
 from support.process_tree import own_peak_bytes, together
 from support.server_peers import export_deit_tiny
 from support.targets import command_line, report_header, save_report
+from support.turns import turn_order
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.predict import predict
@@ -183,7 +184,7 @@ def processes(scratch: Path, bundle: Bundle, rounds: int = 3) -> dict[str, Any]:
     """Seconds from the common start to the end of the last; a shard is 32 images, so that the work divides evenly."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for turn in range(rounds):
-        for count in (1, 2)[:: 1 if turn % 2 else -1]:
+        for count in turn_order((1, 2), turn):
             out = scratch / f"processes-{turn}-{count}"
             out.mkdir()
             times = together(one_job, count, count, bundle.path, scratch / "jpegs", out)

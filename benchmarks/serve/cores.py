@@ -23,6 +23,7 @@ from with_wrk import turn, write_script
 from support.server_peers import DEIT_TI, bundle_of, served
 from support.server_turns import spread
 from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.turns import turn_order
 from vitx.core.machine import usable_cores
 
 CLIENTS = (1, 4, 32, 64)
@@ -45,7 +46,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         path = write_script(script, servers["defaults"].request(image))
         for number in range(arguments.rounds):
             for clients in CLIENTS:
-                for name in (*SETTINGS,)[:: 1 if number % 2 else -1]:
+                for name in turn_order(SETTINGS, number):
                     turn(servers[name], script, path, 1, clients)
                     rows[clients][name].append(turn(servers[name], script, path, arguments.seconds, clients))
     return {str(clients): compared(clients, found) for clients, found in rows.items()}

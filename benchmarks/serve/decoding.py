@@ -21,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.images import detailed_image
 from support.targets import command_line, report_header, save_report
+from support.turns import turn_order
 from vitx.core.preprocess import Preprocessing
 from vitx.serve.http.decode import Decoder
 from vitx.serve.process.process_settings import configure_process
@@ -61,7 +62,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             detailed_image(np.random.default_rng(0), size, 12).save(stream, "JPEG", quality=90)
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in decoders}
             for number in range(arguments.rounds + 1):  # the first warms up
-                for name in (*decoders,)[:: 1 if number % 2 else -1]:
+                for name in turn_order(decoders, number):
                     found[name].append(await turn(decoders[name], stream.getvalue(), arguments.seconds))
             report[kind] = {
                 name: {

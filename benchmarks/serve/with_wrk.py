@@ -44,6 +44,7 @@ from support.server_peers import (
 )
 from support.server_turns import spread
 from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.turns import turn_order
 from vitx.core.preprocess import decode
 
 # What was promised of the median ratio: more than, or no more than.
@@ -123,7 +124,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             scripts[name] = (script, write_script(script, server.request(images[0])))
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*servers, "sessions")}
         for number in range(arguments.rounds):
-            for name in (*servers,)[:: 1 if number % 2 else -1]:
+            for name in turn_order(servers, number):
                 turn(servers[name], *scripts[name], 1)
                 rows[name].append(turn(servers[name], *scripts[name], arguments.seconds))
             rows["sessions"].append({"rate": sessions.measure(arguments.seconds)})
