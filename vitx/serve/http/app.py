@@ -68,8 +68,7 @@ class App:
                 record.sent = (record.sent or 0) + len(message.get("body", b"")) * (scope["method"] != "HEAD")
             await send(message)
 
-        found, reply = self._find(scope["path"]), None
-        may_ask = False
+        found, reply, may_ask = self._find(scope["path"]), None, False
         generation = self._models.enter() if found else None
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:

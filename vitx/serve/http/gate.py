@@ -37,6 +37,5 @@ def check_allowed(scope: Scope, core: ServerCore, hosts: AllowedHosts) -> None:
     if path == _METRICS and core.options.metrics == "off":
         raise RequestError("the metrics are off", status=404, reason="not_offered")
     if path not in WITHOUT_TOKEN:
-        asked: Kind = "metrics" if path == _METRICS else "inference"
-        asked = "management" if path.startswith(_REPOSITORY) else asked
+        asked: Kind = "metrics" if path == _METRICS else "management" if path.startswith(_REPOSITORY) else "inference"
         core.tokens.check(asked, header(scope, b"authorization"))

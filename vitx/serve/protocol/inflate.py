@@ -18,21 +18,23 @@ async def inflated(body: bytes, encoding: str, limit: int, reserve: Callable[[in
     `encoding`: one of WINDOW. Raises RequestError 400 for a broken body, 413 beyond `limit`, and what `reserve` raises.
     """
     stream = zlib.decompressobj(wbits=WINDOW[encoding])
-    pieces: list[bytes] = []
-    left, room = body, limit + 1
+    pieces, room, left, place = list[bytes](), limit + 1, b"", 0
+    spare = 0  # reserved, and not used yet
     while room and not stream.eof:
+        if not left:  # given all of the body, each call would copy what it leaves, while no other thread runs
+            left, place = body[place : place + _PIECE], place + _PIECE
         size = min(_PIECE, room)
-        reserve(min(size, _MOST_GROWTH * len(left)))
+        reserve(more := max(0, min(size, _MOST_GROWTH * len(left)) - spare))
         try:
             piece = await asyncio.to_thread(stream.decompress, left, size)
         except zlib.error as error:
             raise RequestError(f"the body is not valid {encoding}: {error}") from None
         pieces.append(piece)
-        left, room = stream.unconsumed_tail, room - len(piece)
-        if len(piece) < size and not left:
+        left, room, spare = stream.unconsumed_tail, room - len(piece), spare + more - len(piece)
+        if len(piece) < size and not left and place >= len(body):
             break
     if not room:
         raise too_large(f"request body of more than {limit} bytes when decompressed")
-    if not stream.eof or stream.unused_data:
+    if not stream.eof or stream.unused_data or place < len(body):
         raise RequestError(f"the body is not exactly one {encoding} stream: is it truncated?")
     return await asyncio.to_thread(b"".join, pieces)
