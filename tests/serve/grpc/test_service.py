@@ -95,7 +95,7 @@ def test_health_and_metadata(client: Any, channel: grpc.Channel) -> None:
     assert config["input"][0]["data_type"] == "TYPE_UINT8"
     assert config["input"][0]["format"] == "FORMAT_NHWC"  # what Triton's image_client.py asks for
     check = channel.unary_unary("/grpc.health.v1.Health/Check")
-    for service in ("", "tiny"):
+    for service in ("", "inference.GRPCInferenceService", "tiny"):
         assert check(message_class("HealthCheckRequest")(service=service).SerializeToString()) == b"\x08\x01"  # SERVING
     with pytest.raises(grpc.RpcError) as error:
         check(message_class("HealthCheckRequest")(service="mine").SerializeToString())

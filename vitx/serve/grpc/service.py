@@ -41,10 +41,10 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         return models.get(request.name, request.version or None)
 
     def health(request: Any) -> dict[str, Any]:
-        """Of the server ("") or of a model."""
-        if request.service and request.service not in models.names:
+        """Of the server, by no name or by its service's, or of a model."""
+        if request.service not in ("", "inference.GRPCInferenceService", *models.names):
             raise RequestError(f"unknown service '{request.service[:80]}'", status=404, reason="unknown_model")
-        ready = models.is_ready(request.service) if request.service else models.ready
+        ready = models.is_ready(request.service) if request.service in models.names else models.ready
         return {"status": _SERVING if ready else _NOT_SERVING}
 
     async def index(request: Any) -> dict[str, Any]:
