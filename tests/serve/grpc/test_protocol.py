@@ -4,6 +4,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,39 @@ def test_raw_and_typed_contents_are_the_same_images() -> None:
     typed.inputs[0].contents.uint_contents.extend(IMAGES.ravel().tolist())
     np.testing.assert_array_equal(decode(typed).images, IMAGES)
     assert decode(typed).images.dtype == np.uint8
+
+
+def test_numbers_are_joined_where_they_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_PIECE", 5)
+    typed = request(raw_input_contents=[])
+    typed.inputs[0].contents.uint_contents.extend(IMAGES.ravel().tolist())
+    np.testing.assert_array_equal(decode(typed).images, IMAGES)
+
+
+def test_raw_contents_are_looked_at_once() -> None:
+    """Protobuf copies them at each look: 50 MiB hold up the event loop for some hundredths of a second."""
+
+    class Contents(list[bytes]):
+        looks = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            self.looks += 1
+            return super().__getitem__(place)
+
+        def __iter__(self) -> Iterator[bytes]:
+            return map(self.__getitem__, range(len(self)))
+
+    message, contents = request(), Contents([IMAGES.tobytes()])
+    fields = {name: getattr(message, name) for name in ("id", "inputs", "outputs", "parameters")}
+    read = decode(SimpleNamespace(**fields, raw_input_contents=contents))
+    np.testing.assert_array_equal(read.images, IMAGES)
+    assert contents.looks == 1
+
+
+def test_the_id_is_kept_and_the_one_response_is_the_final_one() -> None:
+    message = request(id="7")
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    assert decode(message).id == "7"
 
 
 def test_the_schedule_and_the_output_are_read() -> None:
@@ -112,6 +146,10 @@ KNOWN = "known are binary_data_output, priority, timeout"
         (
             set_parameter(lambda m: m, "sequence_id", int64_param=1),
             f"this server does not offer the request parameter 'sequence_id': {KNOWN}",
+        ),
+        (
+            lambda m: m.parameters["priority"].SetInParent(),  # without a value
+            "'priority' is None: expected a whole number of 0 or more",
         ),
         (
             set_parameter(lambda m: m, "timeout", int64_param=-1),
@@ -191,9 +229,11 @@ def test_logits_and_classes_are_encoded() -> None:
     logits = np.array([[0.25, 2, -1, 0.5], [3, 2, 1, 3]], dtype=np.float32)
     response = encode_infer_response(logits, InferRequest(IMAGES, (LOGITS,), id="7"), CONTRACT, LABELS)
     assert (response.model_name, response.model_version, response.id) == ("tiny", "1", "7")
-    assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("FP32", [2, 4])
+    output = response.outputs[0]
+    assert (output.name, output.datatype, list(output.shape)) == ("logits", "FP32", [2, 4])
     assert response.raw_output_contents[0] == logits.tobytes()
     response = encode_infer_response(logits, InferRequest(IMAGES, (LOGITS._replace(top_k=2),)), CONTRACT, LABELS)
+    assert response.id == ""
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2, 2])
     texts = (b"2.000000:1:green", b"0.500000:3:red", b"3.000000:0:blue", b"3.000000:3:red")
     assert response.raw_output_contents[0] == b"".join(struct.pack("<I", len(text)) + text for text in texts)

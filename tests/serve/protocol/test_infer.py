@@ -3,6 +3,7 @@
 import json
 import sys
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bundle_fixture import write_bundle
 from server_process import open_files
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
@@ -106,11 +108,12 @@ def test_an_outputs_own_flag_overrides_the_requests() -> None:
 def test_the_json_response_is_golden() -> None:
     rows = np.array([[0.5, -2.0]], dtype=np.float32)
     request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), logits(), id="7")
-    assert encode(rows, request) == (
+    text = (
         b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
-        b'"data":[0.5,-2.0]}],"id":"7"}',
-        None,
+        b'"data":[0.5,-2.0]}]'
     )
+    assert encode(rows, request) == (text + b',"id":"7"}', None)
+    assert encode(rows, request._replace(id=None)) == (text + b"}", None)
 
 
 def test_the_binary_response_is_golden() -> None:
@@ -228,6 +231,8 @@ def test_binary_sizes_must_agree() -> None:
         400,
         "1 bytes follow the JSON header, but no input has 'binary_data_size'",
     )
+    both = {"inputs": [tensor(parameters={"binary_data_size": 6})]}
+    assert refusal(both, b"123456") == (400, "the input has both 'data' and 'binary_data_size'")
 
 
 def test_too_many_images_are_413() -> None:
@@ -281,6 +286,12 @@ def test_json_may_be_nested_as_deep_as_the_limit(text: bytes, depth: int) -> Non
         with pytest.raises(RequestError) as error:
             parse_json(text, depth - 1)
         assert error.value.reason == "too_deep"
+
+
+def test_the_contract_of_a_bundle(tmp_path: Path) -> None:
+    manifest = write_bundle(tmp_path / "mine.vitx", name="mine").manifest
+    assert Contract.of(manifest) == Contract("mine", "images", (16, 16, 3), "logits", 4)
+    assert Contract.of(manifest, "7").version == "7"
 
 
 def test_metadata_and_configuration_are_golden() -> None:

@@ -1,5 +1,6 @@
 """Regions of POSIX shared memory: bounds, names, memory of others, and memory that changes under the server."""
 
+import errno
 import os
 import socket
 import sys
@@ -110,18 +111,34 @@ def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedM
 
 @linux_only
 @pytest.mark.parametrize(
-    ("offset", "byte_size"),
-    [(0, 4097), (4096, 1), (2**62, 2**62), (-1, 4), (0, 0), (0, -1), (2**64, 1), (True, 4), ("0", 4), (0, 4.0)],
+    ("offset", "byte_size", "expected"),
+    [
+        (0, 4097, "bytes 0 to 4097 are not all within"),
+        (4096, 1, "bytes 4096 to 4097 are not all within"),
+        (2**62, 2**62, f"bytes {2**62} to {2**63} are not all within"),
+        (-1, 4, "expected an offset of 0 or more bytes"),
+        (0, 0, "expected a size of 1 or more bytes"),
+        (0, -1, "expected a size of 1 or more bytes"),
+        (2**63, 1, "expected an offset of 0 or more bytes"),
+        (0, 2**63, "expected a size of 1 or more bytes"),
+        (10**4300 - 1, 1, "expected an offset of 0 or more bytes"),  # their sum has more digits than Python writes
+        (True, 4, "expected an offset of 0 or more bytes"),
+        ("0", 4, "expected an offset of 0 or more bytes"),
+        (0, 4.0, "expected a size of 1 or more bytes"),
+    ],
+    ids=str,
 )
 def test_ranges_outside_the_memory_are_refused(
-    block: shared_memory.SharedMemory, memory: SharedMemory, offset: Any, byte_size: Any
+    block: shared_memory.SharedMemory, memory: SharedMemory, offset: Any, byte_size: Any, expected: str
 ) -> None:
     status, text = refusal(memory.register, "a", block.name, offset, byte_size)
     assert status == 400
-    assert text.startswith("failed to register shared memory region 'a': invalid args: ")
+    assert text.startswith(f"failed to register shared memory region 'a': invalid args: {expected}")
     memory.register("a", block.name, 0, 4096)
-    assert refusal(memory.read, "a", offset, byte_size)[0] == 400
-    assert refusal(memory.check, "a", offset, byte_size)[0] == 400
+    for call in (memory.read, memory.check):
+        status, text = refusal(call, "a", offset, byte_size)
+        assert status == 400
+        assert expected in text
 
 
 @linux_only
@@ -170,8 +187,10 @@ def test_what_is_no_shared_memory_is_refused(memory: SharedMemory, kind: str) ->
     else:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
+    why = {"folder": "Is a directory", "pipe": "it is not shared memory", "socket": "No such device or address"}
+    text = f"unable to open shared memory region '{path.name}': {why.get(kind, 'Too many levels of symbolic links')}"
     try:
-        assert refusal(memory.register, "a", path.name, 0, 1)[0] == 400
+        assert refusal(memory.register, "a", path.name, 0, 1) == (400, text)
     finally:
         path.rmdir() if kind == "folder" else path.unlink()
 
@@ -188,6 +207,22 @@ def test_memory_of_another_user_is_refused(block: shared_memory.SharedMemory, me
     if os.geteuid() == 0:
         path_of(block).chmod(0o606)  # its owner has opened it to everyone
         memory.register("a", block.name, 0, 1)
+
+
+@linux_only
+def test_what_the_system_refuses_is_the_clients_error(
+    block: shared_memory.SharedMemory, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    memory.register("a", block.name, 0, 8)
+    for name in ("open", "pread", "pwrite"):
+        monkeypatch.setattr(os, name, refused)
+    text = f"unable to open shared memory region '{block.name}': it belongs to another user"
+    assert refusal(memory.register, "b", block.name, 0, 1) == (403, text)
+    assert refusal(memory.read, "a", 0, 8) == (400, "cannot read shared memory region 'a': Permission denied")
+    assert refusal(write, memory, "a", 0, b"x") == (400, "cannot write shared memory region 'a': Permission denied")
 
 
 @linux_only

@@ -1,7 +1,7 @@
 """Open Inference Protocol v2 over gRPC: reads the message of an infer request, and writes its response.
 
 A message is converted to the form of an HTTP request, a header and the tensor's bytes, and read by the same code. So
-parameters mean the same in both protocols, and the same requests are refused. The bytes are not copied.
+parameters mean the same in both protocols, and the same requests are refused. Each look at the bytes copies them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _FINAL_RESPONSE = "triton_enable_empty_final_response"
 
 def decode_infer_request(request: Any, contract: Contract, limits: Limits, memory: SharedMemory) -> InferRequest:
     """Read a ModelInferRequest; raise RequestError as `vitx.serve.protocol.infer.decode_infer_request` does."""
-    raw, numbers, size = request.raw_input_contents, (), {}
+    raw, numbers, size = [*request.raw_input_contents], (), {}
     if len(request.inputs) == 1:
         in_memory = any(name in request.inputs[0].parameters for name in REGION_PARAMETERS)
         if len(raw) + request.inputs[0].HasField("contents") + in_memory != 1:
