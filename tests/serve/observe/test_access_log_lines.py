@@ -93,10 +93,19 @@ def test_one_write_has_several_lines_and_none_is_longer_than_a_pipe_keeps_togeth
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = log_to(file := File(), monkeypatch)
-    ids = [str(number) for number in range(200)]
-    clock.sleep = lambda seconds: wait_until(lambda: len(log._lines) == 200)  # type: ignore[method-assign]
-    write(log, *ids)
+    ids, paused = [str(number) for number in range(200)], list[float]()
+
+    def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        wait_until(lambda: len(log._lines) == 200)
+
+    clock.sleep = sleep  # type: ignore[method-assign]
+    write(log, ids[0])
+    wait_until(lambda: paused)
+    write(log, *ids[1:])
+    wait_until(lambda: not (log._lines or log._work_to_do.is_set()))  # it waits, and takes no core
     log.close()
+    assert paused == [access_log._GATHER_SECONDS]
     assert ids_in(b"".join(file.writes)) == ids
     assert max(map(len, file.writes)) <= 4096
     assert min(map(len, file.writes[:-1])) > 2048
@@ -107,6 +116,7 @@ def test_lines_before_a_rotation_are_in_the_old_file_and_later_ones_in_the_new(t
     path = tmp_path / "log"
     log = AccessLog(str(path))
     write(log, "1", "2")
+    wait_until(lambda: path.read_bytes().count(b"\n") == 2)
     path.rename(old := tmp_path / "old")
     log.reopen()  # which needs no further line
     wait_until(path.exists)
@@ -126,6 +136,21 @@ def test_standard_output_is_not_opened_again(
     log.close()
     assert ids_in(capfd.readouterr().out.encode()) == ["1", "2"]
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_rotation_of_standard_output_ends_no_broken_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = File(room=20, full=OSError(errno.ENOSPC, "No space left"))
+    monkeypatch.setattr(AccessLog, "_open", lambda self: file)
+    log = AccessLog("-")
+    write(log, "1")
+    wait_until(lambda: log._failed)
+    log.reopen()
+    wait_until(lambda: not log._lines)
+    file.room = 10**6
+    write(log, "2")
+    log.close()
+    broken, line = b"".join(file.writes).splitlines()
+    assert (len(broken), json.loads(line)["id"]) == (20, "2")
 
 
 def test_a_file_that_cannot_be_opened_again_leaves_the_old_one(

@@ -57,6 +57,9 @@ def test_a_body_is_what_it_was(given: list[int], alphabet: int, size: int) -> No
         found, counted = inflate_all(body, encoding, limit=size)
         assert found == data
         assert size <= counted <= size + PIECE
+        if size:
+            text = f"request body of more than {size - 1} bytes when decompressed"
+            assert refusal(body, encoding, limit=size - 1) == (413, text)
 
 
 def test_each_byte_is_given_to_the_library_a_few_times_at_most(given: list[int]) -> None:
@@ -65,6 +68,21 @@ def test_each_byte_is_given_to_the_library_a_few_times_at_most(given: list[int])
     assert len(inflate_all(body)[0]) == 9_000
     assert max(given) <= PIECE
     assert sum(given) <= 2 * len(body)
+
+
+def test_a_piece_is_a_mebibyte_both_ways(given: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    calls: list[int] = []
+    body, to_thread = gzip.compress(random.Random(0).randbytes(5 * 2**19)), asyncio.to_thread
+
+    async def counted(work: Any, data: Any, *most: int) -> Any:
+        calls.append(len(data))
+        return await to_thread(work, data, *most)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    assert len(inflate_all(body, limit=2**22)[0]) == 5 * 2**19
+    assert max(calls) == 2**20
+    assert len(calls) <= 6 + 1  # and one that joins the pieces
 
 
 def test_a_body_that_becomes_too_large_is_inflated_no_further(given: list[int]) -> None:
@@ -80,8 +98,13 @@ def test_a_body_is_exactly_one_stream(given: list[int]) -> None:
     )
     for broken in (b"", body[:5], body[:-1], body + b"x", body + body, body + bytes(5 * PIECE)):
         assert refusal(broken) == (400, text)
-    status, text = refusal(b"no stream" + bytes(PIECE), "deflate")
-    assert (status, text.partition(":")[0]) == (400, "the body is not valid deflate")
+    for broken, encoding in (
+        (b"no stream", "deflate"),
+        (zlib.compress(b"a"), "gzip"),
+        (gzip.compress(b"a"), "deflate"),
+    ):
+        status, text = refusal(broken, encoding)
+        assert (status, text.partition(":")[0]) == (400, f"the body is not valid {encoding}")
 
 
 def test_nothing_is_inflated_that_could_not_be_counted(given: list[int]) -> None:

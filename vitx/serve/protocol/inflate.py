@@ -20,7 +20,7 @@ async def inflated(body: bytes, encoding: str, limit: int, reserve: Callable[[in
     stream = zlib.decompressobj(wbits=WINDOW[encoding])
     pieces, room, left, place = list[bytes](), limit + 1, b"", 0
     spare = 0  # reserved, and not used yet
-    while room and not stream.eof:
+    while room and not stream.eof and (left or place < len(body)):  # its checksum is behind all that it gives
         if not left:  # given all of the body, each call would copy what it leaves, while no other thread runs
             left, place = body[place : place + _PIECE], place + _PIECE
         size = min(_PIECE, room)
@@ -31,8 +31,6 @@ async def inflated(body: bytes, encoding: str, limit: int, reserve: Callable[[in
             raise RequestError(f"the body is not valid {encoding}: {error}") from None
         pieces.append(piece)
         left, room, spare = stream.unconsumed_tail, room - len(piece), spare + more - len(piece)
-        if len(piece) < size and not left and place >= len(body):
-            break
     if not room:
         raise too_large(f"request body of more than {limit} bytes when decompressed")
     if not stream.eof or stream.unused_data or place < len(body):
