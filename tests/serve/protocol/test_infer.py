@@ -16,7 +16,7 @@ from server_process import open_files
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest, decode_infer_request, encode_infer_response, header_length
-from vitx.serve.protocol.parameters import REGION_PARAMETERS, RequestedOutput, parse_json
+from vitx.serve.protocol.parameters import REGION_PARAMETERS, RequestedOutput, parse_json, quoted
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 CONTRACT = Contract("m", "images", (1, 2, 3), "logits", 2)
@@ -286,6 +286,31 @@ def test_json_may_be_nested_as_deep_as_the_limit(text: bytes, depth: int) -> Non
         with pytest.raises(RequestError) as error:
             parse_json(text, depth - 1)
         assert error.value.reason == "too_deep"
+
+
+def test_json_has_a_limited_number_of_values_and_no_nesting_is_too_deep_to_be_refused() -> None:
+    most = b"[" + b"0," * 16_383 + b"0]"
+    assert len(parse_json(most, 1)) == 16_384
+    with pytest.raises(RequestError, match=r"^JSON of more than 16384 values$") as error:
+        parse_json(b"[" + most[:-1] + b",0]]", 2)
+    assert error.value.status == 413
+    with pytest.raises(RequestError, match=r"^the request's JSON is nested more than 16 levels deep$") as error:
+        parse_json(b"[" * 8_000 + b"]" * 8_000, 16)
+    assert (error.value.status, error.value.reason) == (400, "too_deep")
+
+
+def test_what_a_client_sent_is_quoted_in_80_characters() -> None:
+    given = ["a" * 80, "a" * 81, [1] * 11, list(range(100)), {"a": 1}, None, True, 1.5, 10**200]
+    assert [quoted(each) for each in given] == [
+        *[f"'{'a' * 80}'"] * 2,
+        str([1] * 11),
+        str(list(range(100)))[:80] + "…",
+        "an object",
+        "None",
+        "True",
+        "1.5",
+        "1" + "0" * 79 + "…",
+    ]
 
 
 def test_the_contract_of_a_bundle(tmp_path: Path) -> None:

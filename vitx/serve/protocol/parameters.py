@@ -123,7 +123,7 @@ def quoted(value: object) -> str:
     """A client's value for an error message, shortened to about 80 characters."""
     if isinstance(value, dict):
         return "an object"
-    text = f"'{value[:80]}'" if isinstance(value, str) else str(value[:10] if isinstance(value, list) else value)
+    text = f"'{value[:80]}'" if isinstance(value, str) else str(value)
     return text if len(text) <= 82 else f"{text[:80]}…"
 
 
