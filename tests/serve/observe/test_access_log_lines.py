@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,7 +194,7 @@ def test_what_a_file_takes_in_part_breaks_one_line_and_is_reported_once_a_minute
 
 def test_the_process_ends_while_the_disk_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_log, "_CLOSE_SECONDS", 0.01)
-    hung, goes_on = SimpleNamespace(), access_log.threading.Event()
+    hung, goes_on = SimpleNamespace(), threading.Event()
     hung.write = lambda data: goes_on.wait() and len(data)
     hung.close = lambda: None
     monkeypatch.setattr(AccessLog, "_open", lambda self: hung)
