@@ -7,6 +7,7 @@ import pytest
 
 from socketless_server import BODY, Server, bodies_of, request, settled
 from virtual_time import run_virtually
+from vitx.serve.http.asgi import Reply
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -59,7 +60,62 @@ def test_body_after_a_cached_head_is_awaited() -> None:
         whole = await server.ask([request()])
         head = len(request()) - len(BODY)
         assert await server.ask([request()[:head], BODY[:10], BODY[10:]]) == whole
+        assert await server.ask([request()[:head], BODY[:10], BODY[10:12], BODY[12:20], BODY[20:]]) == whole
+        assert server.app.cached == [BODY, BODY]
+
+    run(test)
+
+
+@pytest.mark.parametrize(("size", "counted"), [(2**16, 0), (2**16 + 1, 2**16 + 1)])
+def test_a_large_body_counts_from_its_head_to_its_reply(size: int, counted: int) -> None:
+    async def test() -> None:
+        server, body = Server(), b"h" * size
+        await server.ask([request()])
+        _, protocol = server.connect()
+        protocol.data_received(request(body)[:-1])
+        assert protocol.memory.used == counted
+        protocol.data_received(b"h")
+        assert protocol.memory.used == counted
+        server.app.held.pop()()
+        assert protocol.memory.used == 0
+        protocol.connection_lost(None)
+
+    run(test)
+
+
+def test_a_whole_request_behind_one_that_is_computed_waits_for_its_reply() -> None:
+    async def test() -> None:
+        server, held = Server(), b"h" * len(BODY)
+        await server.ask([request()])
+        transport, protocol = server.connect()
+        protocol.data_received(request(held))
+        protocol.data_received(request(b"b", b"X: 1"))  # of another head
+        await settled()
+        assert transport.written == b""
+        server.app.held.pop()()
+        await settled()
+        assert bodies_of(transport.written) == [held, b"b"]
+        protocol.connection_lost(None)
+
+    run(test)
+
+
+def test_a_client_may_say_that_it_keeps_the_connection() -> None:
+    async def test() -> None:
+        server = Server()
+        for _ in range(2):
+            await server.ask([request(BODY, b"Connection: Keep-Alive")])
         assert server.app.cached == [BODY]
+
+    run(test)
+
+
+def test_the_reply_has_the_requests_id() -> None:
+    async def test() -> None:
+        transport, protocol = Server().connect()
+        protocol.reply(Reply(b"{}"), close=False, request_id="abc-1")
+        assert b"\r\nx-request-id: abc-1\r\n" in transport.written
+        protocol.connection_lost(None)
 
     run(test)
 
@@ -165,6 +221,23 @@ def test_slow_body_is_refused_once() -> None:
         await asyncio.sleep(0.2)
         assert transport.written.startswith(b"HTTP/1.1 408")
         assert transport.closed
+        assert server.refused == ["slow_client"]
+        protocol.connection_lost(None)
+
+    run(test)
+
+
+def test_pieces_of_a_body_give_no_time_but_that_of_their_bytes() -> None:
+    async def test() -> None:
+        server = Server(body_seconds=1.0, body_rate=10**9)
+        await server.ask([request()])
+        transport, protocol = server.connect()
+        head = len(request()) - len(BODY)
+        protocol.data_received(request()[:head])
+        for place in range(10):
+            await asyncio.sleep(0.4)
+            protocol.data_received(BODY[place : place + 1])
+            assert transport.closed is (place >= 2)
         assert server.refused == ["slow_client"]
         protocol.connection_lost(None)
 
