@@ -126,6 +126,23 @@ def test_lines_before_a_rotation_are_in_the_old_file_and_later_ones_in_the_new(t
     assert (ids_in(old.read_bytes()), ids_in(path.read_bytes())) == (["1", "2"], ["3"])
 
 
+def test_lines_that_wait_when_the_file_is_moved_are_in_it(tmp_path: Path, clock: Clock) -> None:
+    path, goes_on = tmp_path / "log", threading.Event()
+
+    def sleep(seconds: float) -> None:
+        goes_on.wait()
+
+    clock.sleep = sleep  # type: ignore[method-assign]
+    log = AccessLog(str(path))
+    write(log, "1", "2")
+    path.rename(old := tmp_path / "old")
+    log.reopen()
+    write(log, "3")
+    goes_on.set()
+    log.close()
+    assert (ids_in(old.read_bytes()), ids_in(path.read_bytes())) == (["1", "2"], ["3"])
+
+
 def test_standard_output_is_not_opened_again(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
