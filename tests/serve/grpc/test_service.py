@@ -22,7 +22,6 @@ from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, write
 from server_process import HANG, ServerProcess, grpc_address, running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
-from vitx.runtimes import load_session
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.server import _child
 from vitx.serve.grpc.service import _answered
@@ -110,10 +109,10 @@ def test_limits_that_are_beyond_grpcs_numbers_are_no_error(bundle: Bundle) -> No
         client.close()
 
 
-def test_logits_are_the_sessions(client: Any, bundle: Bundle) -> None:
+def test_logits_are_those_of_the_images(client: Any) -> None:
     images = random_images(3)
     result = infer(client, images, request_id="17", model_version="1")
-    np.testing.assert_array_equal(result.as_numpy("logits"), load_session(bundle).infer(images))
+    assert result.as_numpy("logits") == expected(images)  # not to the bit: where two are a full batch they are split
     assert result.get_response().id == "17"
     large = random_images(100, seed=1)  # more than a batch: split and joined
     assert infer(client, large, priority=1, timeout=10_000_000).as_numpy("logits") == expected(large)

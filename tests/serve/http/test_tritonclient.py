@@ -66,13 +66,13 @@ def test_health_and_metadata(client: Any) -> None:
 
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False, None])
-def test_logits_are_the_sessions(client: Any, bundle: Bundle, binary_in: bool, binary_out: bool | None) -> None:
+def test_logits_are_those_of_the_images(client: Any, binary_in: bool, binary_out: bool | None) -> None:
     images = random_images(3)
     outputs = None if binary_out is None else [triton.InferRequestedOutput("logits", binary_data=binary_out)]
     result = infer(client, images, binary_in=binary_in, outputs=outputs, request_id="17")
     logits = result.as_numpy("logits")
     assert logits.dtype == np.float32
-    np.testing.assert_array_equal(logits, load_session(bundle).infer(images))
+    # Not to the bit: on a busy machine two images may be found to be a full batch, and three are split.
     np.testing.assert_allclose(logits, NumpySession().infer(images), rtol=1e-4, atol=1e-4)
     assert result.get_response()["id"] == "17"
 
@@ -124,10 +124,11 @@ def test_classification_gives_the_best_classes_as_text(client: Any, bundle: Bund
     outputs = [triton.InferRequestedOutput("logits", class_count=3, binary_data=binary)]
     texts = infer(client, images, outputs=outputs).as_numpy("logits")
     logits = load_session(bundle).infer(images)
-    expected = [
-        [f"{row[index]:f}:{index}:{LABELS[index]}" for index in np.argsort(-row, kind="stable")[:3]] for row in logits
-    ]
-    assert [[text.decode() if binary else text for text in row] for row in texts] == expected
+    found = [(text.decode() if binary else text).split(":") for row in texts for text in row]
+    best = [(index, row[index]) for row in logits for index in np.argsort(-row, kind="stable")[:3]]
+    assert [rest for _, *rest in found] == [[str(index), LABELS[index]] for index, _ in best]
+    assert [float(value) for value, *_ in found] == pytest.approx([value for _, value in best], abs=1e-5)
+    assert all(len(value.partition(".")[2]) == 6 for value, *_ in found)
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
@@ -180,7 +181,7 @@ def test_system_shared_memory_carries_tensors_both_ways(bundle: Bundle) -> None:
             (answered,) = client.infer("tiny", [tensor], outputs=[output]).get_response()["outputs"]
             assert answered["parameters"]["binary_data_size"] == 0  # without it the C++ client refuses the reply
             found = shared_memory.get_contents_as_numpy(region, np.float32, [3, 4], offset=images.nbytes)
-            np.testing.assert_array_equal(found, load_session(bundle).infer(images))
+            np.testing.assert_allclose(found, NumpySession().infer(images), rtol=1e-4, atol=1e-4)
             client.unregister_system_shared_memory("r")
             with pytest.raises(InferenceServerException, match="unable to find system shared memory region 'r'"):
                 client.infer("tiny", [tensor])
