@@ -99,3 +99,24 @@ def test_what_rewrites_remove(vitx: Vitx, calls: Calls) -> None:
     said = "error: --explain only prints what rewrites remove: leave --out o out\n"
     assert vitx(*given, "--out", "o") == (2, "", said)
     assert calls == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        *((("--uncertified",), "--uncertified"), (("--max-flip-rate", "0.5"), "--max-flip-rate")),
+        *((("--seconds", "5"), "--seconds"), (("--device", "cpu"), "--device"), (("--skip-bad",), "--skip-bad")),
+        (("--trt-rtx", "--profiles", "1"), "--trt-rtx"),
+        (("--data", "digits"), "--data"),
+    ],
+)
+def test_options_without_an_effect_on_what_is_explained(
+    vitx: Vitx, calls: Calls, given: tuple[str, ...], flag: str
+) -> None:
+    """Some were ignored without a word. The data of a `model:` names its classes, which its last layer has."""
+    said = f"error: {flag} has no effect with --explain, which only prints what rewrites remove: leave it out\n"
+    assert vitx("export", "run", "--explain", *given) == (2, "", said)
+    assert calls == []
+    with_effect = ("--with", "fold", "--without", "x", "--checkpoint", "last")
+    assert vitx("export", "run", "--explain", *with_effect)[0] == 0
+    assert vitx("export", "model:net", "--explain", "--data", "digits")[0] == 0

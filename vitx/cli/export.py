@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vitx.cli.options import Json, Quiet, from_records
+from vitx.cli.options import Json, Quiet, from_records, require_effect
 from vitx.core.console import log_next, print_json, print_result, print_table
 from vitx.core.errors import InputError
 from vitx.export.options import ExportOptions
@@ -40,6 +40,8 @@ def command(
     if options.explain:
         if out is not None:
             raise InputError(f"--explain only prints what rewrites remove: leave --out {out} out")
+        applied = {"explain", "with_", "without", "checkpoint", *(("data",) if source.startswith("model:") else ())}
+        require_effect(options, applied, "with --explain, which only prints what rewrites remove: leave it out")
         _explain(source, weights, options, as_json=as_json)
         return
     from vitx.parity.exported import export_certified

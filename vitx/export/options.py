@@ -122,25 +122,6 @@ class ExportOptions(Options):
         return self.base or ("fp16" if self.quantize_for() == "tensorrt" else "fp32")
 
     @model_validator(mode="after")
-    def _nothing_is_made_to_explain(self) -> "ExportOptions":
-        made = {
-            "--precision": self.precision != "fp32",
-            "--trt": self.trt,
-            "--trt-rtx": self.trt_rtx,
-            "--openvino": self.openvino,
-            "--for": self.for_,
-            "--triton": self.triton,
-            "--hub": self.hub,
-            "--output": self.outputs,
-            "--witness": self.witness is not None,
-            "--sign": self.sign,
-        }
-        for flag, given in made.items():
-            if self.explain and given:
-                raise ValueError(f"--explain only prints what rewrites remove: leave {flag} out")
-        return self
-
-    @model_validator(mode="after")
     def _options_that_go_together(self) -> "ExportOptions":
         if self.arch and not self.trt_rtx:
             raise ValueError(f"--arch {','.join(self.arch)} goes with --trt-rtx: --trt builds for this machine's GPU")
