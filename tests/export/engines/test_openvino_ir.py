@@ -67,6 +67,30 @@ def test_a_graph_that_openvino_refuses_is_no_crash(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "operator", "domain", "reason"),
+    [
+        (["x"], "HeadMix", "ours", "No conversion rule found for operations: ours.HeadMix"),
+        (["x", "w"], "MatMul", "", "Conversion is failed for: MatMul-20"),  # of shapes that do not fit
+    ],
+)
+def test_a_graph_with_a_node_that_openvino_does_not_convert_is_refused(
+    tmp_path: Path, inputs: list[str], operator: str, domain: str, reason: str
+) -> None:
+    """Its front end has errors of its own, which passed for a crash: the graph was searched for its smallest part."""
+    sides = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 3]) for name in "xy"]
+    weight = onnx.numpy_helper.from_array(np.ones((5, 3), np.float32), "w")
+    node = helper.make_node(operator, inputs, ["y"], domain=domain)
+    graph = helper.make_graph([node], "g", sides[:1], sides[1:], [weight])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("ours", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets), str(tmp_path / "model.onnx"))
+    with pytest.raises(
+        InputError, match=rf"^OpenVINO cannot convert the graph \({reason}\): leave --openvino and --for"
+    ):
+        openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
 def test_a_graph_that_openvino_converts_and_cannot_compile_is_refused(tmp_path: Path) -> None:
     """It was only logged: a bundle passed with an IR that no runtime could load. Int8 of a DeiT-Ti is such a graph."""
     sides = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 3, *[4] * 5]) for name in "xy"]

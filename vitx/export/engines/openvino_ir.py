@@ -25,10 +25,11 @@ def openvino_from_onnx(onnx_path: Path, folder: Path) -> list[Path]:
     """
     core = openvino_core()
     import openvino
+    from openvino.frontend import GeneralFailure, NotImplementedFailure, OpConversionFailure, OpValidationFailure
 
     try:
         model = openvino.convert_model(str(onnx_path))
-    except RuntimeError as error:
+    except (RuntimeError, GeneralFailure, NotImplementedFailure, OpConversionFailure, OpValidationFailure) as error:
         raise _refused("convert the graph", error, ", or, where it is int8 for TensorRT, try --base fp32") from None
     with staged_folder(folder) as stage:
         ir = str(stage / "model.xml")
@@ -56,6 +57,6 @@ def _zeros(given: Any, batch: int) -> np.ndarray:
     return np.zeros(sizes, given.get_element_type().to_dtype())
 
 
-def _refused(step: str, error: RuntimeError, remedy: str = "") -> InputError:
-    reason = str(error).strip().rpartition("\n")[2]  # where it failed comes first, the reason last
+def _refused(step: str, error: Exception, remedy: str = "") -> InputError:
+    reason = str(error).strip().rpartition("\n")[2].removeprefix("-- ")  # where it failed comes first, the reason last
     return InputError(f"OpenVINO cannot {step} ({reason}): leave --openvino and --for cpu out{remedy}")
