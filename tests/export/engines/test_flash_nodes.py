@@ -243,6 +243,25 @@ def test_each_attention_is_looked_at_alone() -> None:
     assert [entry.domain for entry in graph.model.opset_import].count(DOMAIN) == 1
 
 
+def test_mixes_have_names_that_the_graph_does_not() -> None:
+    """A constant of the graph was replaced by the mix, and what read it gave other values."""
+    plain = attentions("mixed", "mixed")
+    (bias,) = (tensor for tensor in plain.graph.initializer if tensor.name == "bias")
+    bias.name = "mixed0_map/weight"
+    for node in plain.graph.node:
+        node.input[:] = [bias.name if name == "bias" else name for name in node.input]
+    last = onnx.helper.make_node("Add", ["mixed0", "mixed0_map/weight"], ["sum"], name="sum")
+    plain.graph.node.append(last)
+    plain.graph.output.append(onnx.helper.make_tensor_value_info("sum", TensorProto.FLOAT, None))
+    fused = fuse_reattention(plain)
+    assert fused.fused == ("mixed0_map", "mixed1_map")
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in fused.model.graph.initializer}
+    np.testing.assert_array_equal(held["mixed0_map/weight"], onnx.numpy_helper.to_array(bias))
+    nodes = {node.name: list(node.input[3:]) for node in fused.model.graph.node}
+    assert nodes["mixed0_map"] == ["mixed0_map/again/weight", "mixed0_map/again/bias"]
+    assert nodes["mixed1_map"] == ["mixed1_map/weight", "mixed1_map/bias"]
+
+
 RANK_ONE = """
 <ir_version: 10, opset_import: ["": 20]>
 mixed (float[B,4,4,8] q, float[B,4,4,8] k, float[B,VALUES] x) => (float[B,4,32] logits)

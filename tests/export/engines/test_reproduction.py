@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import vitx.export.engines.targets as targets
 from sandbox_jobs import crash_on_gelu, hang
@@ -113,6 +115,69 @@ def test_inputs_and_outputs_of_a_part_have_types(graph: Path) -> None:
     assert [value.name for value in part.graph.input] == ["t6"]
     assert [value.name for value in part.graph.output] == ["t8"]
     assert [tensor.name for tensor in part.graph.initializer] == ["weight"]
+
+
+def with_branches() -> onnx.ModelProto:
+    """Two Relus, a branch that reads one of them and `W`, one that reads the other, and a function of the file's."""
+
+    def side(name: str, *inputs: str) -> onnx.GraphProto:
+        result = helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4])
+        made = helper.make_node("MatMul" if len(inputs) == 2 else "Neg", inputs, [name])
+        return helper.make_graph([made], name, [], [result])
+
+    twice = helper.make_node("Add", ["a", "a"], ["o"])
+    function = helper.make_function("ours", "Twice", ["a"], ["o"], [twice], [helper.make_opsetid("", 20)])
+    chosen = {"then_branch": side("product", "r", "W"), "else_branch": side("negative", "s")}
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        helper.make_node("Relu", ["r"], ["s"]),
+        helper.make_node("If", ["flag"], ["t"], **chosen),
+        helper.make_node("Twice", ["t"], ["y"], domain="ours"),
+    ]
+    sides = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "xy"]
+    constants = {"flag": np.array(True), "W": np.eye(4, dtype=np.float32), "unread": np.zeros(2)}
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "branches", sides[:1], sides[1:], tensors)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("ours", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=[function])
+    onnx.checker.check_model(model, full_check=True)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "inputs", "outputs", "constants"),
+    [
+        (0, 3, ["x"], ["y"], ["flag", "W"]),
+        (1, 2, ["r"], ["t"], ["flag", "W"]),
+        (2, 2, ["r", "s"], ["t"], ["flag", "W"]),
+        (3, 3, ["t"], ["y"], []),
+        (0, 1, ["x"], ["s"], []),
+    ],
+)
+def test_a_part_has_what_its_branches_and_functions_need(
+    first: int, last: int, inputs: list[str], outputs: list[str], constants: list[str]
+) -> None:
+    """It was no graph that any compiler takes, so that the bisection ended at another place."""
+    part = subgraph(with_branches(), first, last)
+    onnx.checker.check_model(part, full_check=True)
+    assert [value.name for value in part.graph.input] == inputs
+    assert [value.name for value in part.graph.output] == outputs
+    assert [tensor.name for tensor in part.graph.initializer] == constants
+    session = onnxruntime.InferenceSession(part.SerializeToString(), providers=["CPUExecutionProvider"])
+    given = {name: np.ones((2, 4), np.float32) for name in inputs}
+    assert [value.shape for value in session.run(None, given)] == [(2, 4)] * len(outputs)
+
+
+def test_a_part_has_its_sparse_constants() -> None:
+    model = with_branches()
+    (weight,) = (tensor for tensor in model.graph.initializer if tensor.name == "W")
+    model.graph.initializer.remove(weight)
+    values, places = numpy_helper.from_array(np.ones(4, np.float32), "W"), numpy_helper.from_array(np.arange(0, 16, 5))
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [4, 4]))
+    for first, last, count in ((0, 2, 1), (0, 1, 0)):
+        part = subgraph(model, first, last)
+        assert [value.name for value in part.graph.input] == ["x"]
+        assert len(part.graph.sparse_initializer) == count
 
 
 @given(st.integers(1, 200), st.data())

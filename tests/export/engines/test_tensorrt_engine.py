@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import timm
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from sklearn.datasets import load_sample_images
 
 from engines import write_half
@@ -22,7 +21,7 @@ from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.engines.build_log import BuildLog, BuildProgress
 from vitx.export.engines.profiles import DEFAULT_PROFILES, profiles_for, write_plan
 from vitx.export.engines.tensorrt_engine import EngineReport, check_options, engine_from_onnx, known_issues
-from vitx.export.engines.tensorrt_graph import cast_before_moving, load_for_tensorrt, precision_of, write_attention_out
+from vitx.export.engines.tensorrt_graph import load_for_tensorrt
 from vitx.export.engines.tensorrt_library import check_version, load_flavor
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HalfGraph
@@ -297,6 +296,20 @@ def test_bad_graphs(tmp_path: Path) -> None:
         load_for_tensorrt(tmp_path / "none.onnx")
 
 
+def test_a_constant_that_is_an_input_too(tmp_path: Path) -> None:
+    """As in files of IR 3: the parser takes its value, and it is no input of the plan."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    path = one_node_graph(tmp_path / "g.onnx", helper.make_node("MatMul", ["images", "weight"], ["y"]))
+    model = onnx.load(path)
+    model.graph.initializer.append(helper.make_tensor("weight", TensorProto.FLOAT, [3, 3], [1.0] * 9))
+    model.graph.input.insert(0, helper.make_tensor_value_info("weight", TensorProto.FLOAT, [3, 3]))
+    onnx.save(model, path)
+    report = engine_from_onnx(path, tmp_path / "a.plan", flavor=RTX, architectures=("sm89",), quiet=True)
+    assert [(kind, shape) for _, kind, _, shape in report.layers if kind == "MATRIX_MULTIPLY"] == [
+        ("MATRIX_MULTIPLY", "Nx4x4x3")
+    ]
+
+
 @has_no_gpu
 def test_a_failed_build_gives_the_librarys_reason(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
@@ -317,47 +330,6 @@ def test_a_failed_build_gives_the_librarys_reason(tmp_path: Path) -> None:
         engine_from_onnx(tmp_path / "g.onnx", plan, flavor=RTX, architectures=("sm75",), quiet=True)
     assert plan.read_bytes() == before
     check_plan(plan, architecture="sm89")
-
-
-def run_graph(model: onnx.ModelProto, name: str, value: Any) -> Any:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {name: value})[0]
-
-
-def test_the_cast_goes_before_the_transposition(small_graph: Path) -> None:
-    before, after = onnx.load(str(small_graph)), onnx.load(str(small_graph))
-    moved = cast_before_moving(after.graph)
-    assert moved <= 1  # none if the exporter writes it so
-    onnx.checker.check_model(after, full_check=True)
-    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    np.testing.assert_allclose(run_graph(after, "images", images), run_graph(before, "images", images), rtol=1e-2)
-    assert precision_of(after) == "fp16"
-
-
-def test_attention_is_written_out(tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
-    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2, 9, 8]) for name in ("x", "y")]
-    # As PyTorch writes it, with every default; ONNX does not require that names of nodes differ.
-    defaults: dict[str, Any] = {"is_causal": 0, "softcap": 0.0, "qk_matmul_output_mode": 0}
-    first = helper.make_node("Attention", ["x", "x", "x"], ["h"], name="attn", **defaults)
-    node = helper.make_node("Attention", ["h", "h", "h"], ["y"], name="attn")
-    graph = helper.make_graph([first, node], "g", tensors[:1], tensors[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
-    onnx.save(model, tmp_path / "a.onnx")
-    x = np.random.default_rng(0).normal(size=(3, 2, 9, 8)).astype(np.float32)
-    expected = x
-    for _ in range(2):
-        scores = expected @ expected.swapaxes(-1, -2) / np.sqrt(8)
-        maps = np.exp(scores - scores.max(-1, keepdims=True))
-        expected = maps / maps.sum(-1, keepdims=True) @ expected
-    assert write_attention_out(model) == 2
-    onnx.checker.check_model(model, full_check=True)
-    np.testing.assert_allclose(run_graph(model, "x", x), expected, atol=1e-6)
-    engine_from_onnx(tmp_path / "a.onnx", tmp_path / "a.plan", flavor=RTX, architectures=("sm89",), quiet=True)
-    node.attribute.append(helper.make_attribute("is_causal", 1))
-    masked = helper.make_model(helper.make_graph([first, node], "g", tensors[:1], tensors[1:]), ir_version=11)
-    with pytest.raises(InputError, match="node 'attn' is an Attention that vitx cannot write out"):
-        write_attention_out(masked)
 
 
 class Bar:
@@ -416,13 +388,3 @@ def test_messages_are_kept_once() -> None:
     log.add("INTERNAL_ERROR", " out of registers\n")
     assert log.errors() == "out of registers; no kernel for node x"
     assert log.warnings() == ("slow",)
-
-
-def test_precision_is_that_of_the_weights() -> None:
-    tensors = [
-        numpy_helper.from_array(np.ones((4, 4), np.float16), "a"),
-        numpy_helper.from_array(np.ones((2, 2), np.float32), "b"),
-        numpy_helper.from_array(np.ones(100, np.float32), "bias"),
-    ]
-    assert precision_of(helper.make_model(helper.make_graph([], "g", [], [], tensors))) == "fp16, fp32"
-    assert precision_of(helper.make_model(helper.make_graph([], "g", [], []))) == "none"

@@ -387,3 +387,59 @@ def test_what_is_float32_whatever_the_others_are_stays(kind: int, dtype: Any) ->
     graph = graph_of(nodes, **constants)
     half = checked(HalfGraph(Dataflow(graph), kind).build(()))
     assert held(half)["scales"].dtype == np.float32
+
+
+def relu(output: str) -> onnx.NodeProto:
+    return helper.make_node("Relu", ["m"], [output], name="RELU")
+
+
+def add(name: str) -> onnx.NodeProto:
+    return helper.make_node("Add", [name, "m"], ["logits"], name="LOGITS")
+
+
+# Graphs with a tensor, or a constant, of a name that the writer would take; the nodes left in float32.
+TAKEN: dict[str, tuple[list[onnx.NodeProto], dict[str, Any], list[str]]] = {
+    "a weight's half form is a tensor": ([node("Relu", "x", "W/half"), node("MatMul", "W/half W", "logits")], {}, []),
+    "a weight's half form is a constant": (
+        [node("MatMul", "x W", "m"), node("Add", "m W/half", "logits")],
+        {"W/half": np.full(48, 7, np.float32)},
+        ["LOGITS"],
+    ),
+    "an output's half form": ([node("MatMul", "x W", "logits/half"), node("Relu", "logits/half", "logits")], {}, []),
+    "a float32 form": (
+        [node("MatMul", "x W", "m"), relu("m/as float"), add("m/as float")],
+        {},
+        ["LOGITS"],
+    ),
+    "a half form": (
+        [node("MatMul", "x W", "m"), relu("m/as half"), add("m/as half")],
+        {},
+        ["M", "RELU"],
+    ),
+    "the twin's": (
+        [node("MatMul", "x W", "m"), relu("m/exact"), add("m/exact")],
+        {"m/rounded": np.float32(1)},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("nodes", "more", "islands"), TAKEN.values(), ids=TAKEN)
+def test_a_graph_with_names_like_those_that_are_written(
+    nodes: list[onnx.NodeProto], more: dict[str, Any], islands: list[str]
+) -> None:
+    """A tensor was made twice, or a constant replaced by another one."""
+    weight = np.random.default_rng(0).normal(0, 0.1, (48, 48)).astype(np.float32)
+    exact = graph_of(nodes, W=weight, **more)
+    lowered = checked(HalfGraph(Dataflow(exact), TensorProto.FLOAT16).build(islands))
+    images = np.random.default_rng(1).integers(0, 256, (4, 4, 4, 3), dtype=np.uint8)
+    found, expected = (logits_of(graph, images) for graph in (checked(cpu_twin(lowered)), checked(exact)))
+    np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max(), rtol=0)
+
+
+def test_an_operator_that_the_opset_does_not_have_stays_in_float32() -> None:
+    """The runtime then says what is wrong with the graph; it was onnx's traceback."""
+    half = HalfGraph(
+        Dataflow(graph_of([node("Gelu", "x", "g"), node("Relu", "x", "logits")], opset=19)), HALVES["fp16"]
+    )
+    assert half.without_kernel == ("G",)

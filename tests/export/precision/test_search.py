@@ -288,6 +288,24 @@ def test_unusable_images_are_refused(images: Any, message: str) -> None:
     assert str(refused.value) == message
 
 
+@pytest.mark.parametrize(
+    ("inputs", "given"),
+    [
+        ([("images", TensorProto.FLOAT)], "images (float)"),
+        ([("images", TensorProto.UINT8), ("mask", TensorProto.BOOL)], "images (uint8), mask (bool)"),
+        ([], "nothing"),
+    ],
+)
+def test_a_graph_of_other_inputs_is_refused(inputs: list[tuple[str, int]], given: str) -> None:
+    """As timm's own export has float pixels: it was a traceback of the runtime, after the graph was taken apart."""
+    graph = graph_of([RELU])
+    del graph.graph.input[:]
+    graph.graph.input.extend(helper.make_tensor_value_info(*each, ["N", 2, 2, 3]) for each in inputs)
+    with pytest.raises(InputError) as refused:
+        lower_precision(graph, "fp16", np.zeros((40, 2, 2, 3), np.uint8), quiet=True)
+    assert str(refused.value) == f"the graph takes {given}: expected one input, uint8 images (n, S, S, 3)"
+
+
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(InputError, match="unknown precision 'fp61': did you mean fp16") as refused:
         lower_precision(graph_of([RELU]), "fp61", IMAGES)  # type: ignore[arg-type]

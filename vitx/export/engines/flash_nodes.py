@@ -19,7 +19,7 @@ from onnx import NodeProto, TensorProto, helper
 
 from vitx.core.errors import InputError
 from vitx.export.engines.flash_kernel import Operator, why_not_compiled
-from vitx.export.graph.dataflow import Dataflow, attribute, named_tensor
+from vitx.export.graph.dataflow import Dataflow, attribute, free_tag, named_tensor
 
 DOMAIN = "vitx"
 _SPLIT, _TRANSPOSED = [0, 2, 1, 3], [0, 2, 3, 1]  # (B, N, H, K) → (B, H, N, K), (B, H, K, N)
@@ -76,6 +76,7 @@ def fuse_reattention(
     nodes, constants = {node.name: node for node in flow.nodes}, {}
     fused: list[str] = []
     skipped: dict[str, str] = {}
+    taken = flow.names()
     for softmax in [node for node in flow.nodes if node.op_type == "Softmax"]:
         if not matcher.has_mixed_maps(softmax):
             continue
@@ -89,7 +90,7 @@ def fuse_reattention(
             skipped[softmax.name] = reason_against
             continue
         operator: Operator = "Reattention" if found.before is None else "TalkingHeads"
-        mixes = _mix_tensors(softmax.name, found)
+        mixes = _mix_tensors(softmax.name, found, taken)
         inputs = [found.query, found.key, found.value, *(tensor.name for tensor in mixes)]
         # In the place of the node that made the output, so that the order of the graph stays topological.
         nodes[found.producer.name] = helper.make_node(operator, inputs, [found.out], name=softmax.name, domain=DOMAIN)
@@ -295,11 +296,12 @@ class _Matcher:
         return name
 
 
-def _mix_tensors(name: str, found: _Attention) -> list[TensorProto]:
+def _mix_tensors(name: str, found: _Attention, taken: set[str]) -> list[TensorProto]:
     parts = {"weight": found.after[0], "bias": found.after[1]}
     if found.before is not None:
         parts = {"scores weight": found.before[0], "scores bias": found.before[1], **parts}
-    return [named_tensor(f"{name}/{part}", value) for part, value in parts.items()]
+    tag = free_tag(name, parts, taken)
+    return [named_tensor(f"{tag}/{part}", value) for part, value in parts.items()]
 
 
 def _live_nodes(nodes: Iterable[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:

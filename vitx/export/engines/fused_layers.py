@@ -98,7 +98,7 @@ def float_layers(
 
 
 def _of_island(layer: FusedLayer, islands: Collection[str]) -> bool:
-    return any(node in islands or node.endswith(AS_FLOAT) for node in layer.nodes)
+    return any(node in islands or node.endswith(f"/{AS_FLOAT}") for node in layer.nodes)
 
 
 def _writes_float(layer: FusedLayer, outputs: Collection[str]) -> bool:

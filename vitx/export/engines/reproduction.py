@@ -9,6 +9,7 @@ from onnx import shape_inference
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import staged_folder, write_bytes
 from vitx.core.sandbox import ConversionCrashed, LimitExceeded, run_limited
+from vitx.export.graph.dataflow import reads
 
 Convert = Callable[[Path], object]
 _SCRIPT = """# Runs the conversion that crashed, on the smallest part of the graph that still crashes it.
@@ -89,9 +90,10 @@ def subgraph(model: onnx.ModelProto, first: int, last: int) -> onnx.ModelProto:
     nodes = graph.node[first : last + 1]
     types = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
     initializers = {tensor.name: tensor for tensor in graph.initializer}
+    sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
     made = {name for node in nodes for name in node.output if name}
-    read = {name for node in nodes for name in node.input if name}
-    outside = sorted(read - made - set(initializers))
+    read = set[str]().union(*map(reads, nodes))
+    outside = sorted(read - made - initializers.keys() - sparse.keys())
     ends = [name for node in nodes for name in node.output if name and name not in read]
     part = onnx.helper.make_graph(
         nodes,
@@ -99,5 +101,8 @@ def subgraph(model: onnx.ModelProto, first: int, last: int) -> onnx.ModelProto:
         [types.get(name, onnx.ValueInfoProto(name=name)) for name in outside],
         [types.get(name, onnx.ValueInfoProto(name=name)) for name in ends],
         initializer=[tensor for name, tensor in initializers.items() if name in read],
+        sparse_initializer=[tensor for name, tensor in sparse.items() if name in read],
     )
-    return onnx.helper.make_model(part, opset_imports=model.opset_import, ir_version=model.ir_version)
+    return onnx.helper.make_model(
+        part, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
+    )

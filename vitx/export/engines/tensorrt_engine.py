@@ -25,6 +25,7 @@ from vitx.export.engines.fused_layers import FusedLayer, count_types, layers_as_
 from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, write_plan
 from vitx.export.engines.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.engines.tensorrt_library import BuildJob, LayerRow, load_flavor
+from vitx.export.graph.dataflow import inputs_of
 
 if TYPE_CHECKING:
     from vitx.export.engines.flash_nodes import FusedGraph
@@ -191,7 +192,7 @@ def _digest(data: bytes | None) -> str | None:
 
 def _image_elements(model: onnx.ModelProto) -> int:
     """Numbers in one image; raise InputError unless the graph has one input, of which only the batch is dynamic."""
-    inputs = list(model.graph.input)
+    inputs = inputs_of(model.graph)
     dims = inputs[0].type.tensor_type.shape.dim if len(inputs) == 1 else ()
     if not dims or dims[0].HasField("dim_value") or not all(dim.dim_value > 0 for dim in dims[1:]):
         found = ", ".join(value.name for value in inputs) or "none"

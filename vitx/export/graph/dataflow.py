@@ -1,7 +1,7 @@
 """The dataflow of an ONNX graph: nodes, constants, the readers, types and shapes of its tensors. Read only."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vitx.core.errors import CheckFailed, InputError
 
+# In bytes: protobuf writes no larger message, and ONNX Runtime and TensorRT are given a graph as one.
+MOST_BYTES = 2**31 - 1
 STANDARD = ("", "ai.onnx")
-# The end of a tensor's name where an island of a half graph reads it in float32.
-AS_FLOAT = "/as float"
+# What stands behind a tensor's name where an island of a half graph reads it in float32.
+AS_FLOAT = "as float"
 # Bytes of a constant that may say a shape: infer_shapes reads its values.
 LARGEST_SHAPE = 1024
 # Of the half types a constant may be infinite: it was beyond the type when it was lowered, and the logits tell.
@@ -26,29 +28,31 @@ class Dataflow:
     """A graph taken apart: uniquely named nodes, constants, inferred element types and shapes.
 
     `assemble` makes a graph of other nodes and constants with the same inputs, outputs and metadata. Raises
-    CheckFailed, naming the tensor or the node, for a frozen batch, for weights that are not finite, and for a branch or
-    a loop.
+    CheckFailed, naming the tensor or the node, for a frozen batch, for weights that are sparse or not finite, and for a
+    branch or a loop.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        _require_dynamic_batch(model.graph)
+        self.opset = opset_of(model)
+        given = inputs_of(model.graph)
+        _require_dynamic_batch(given, model.graph.output)
         _require_one_graph(model.graph)
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         _require_finite(self.constants)
         self.nodes = _named(model.graph.node)
-        self.inputs = tuple(value.name for value in model.graph.input)
+        self.inputs = tuple(value.name for value in given)
         self.outputs = tuple(value.name for value in model.graph.output)
         self.types, self.shapes = _types_and_shapes(model)
-        self.opset = opset_of(model)
         # Everything but nodes and constants: `assemble` must not copy the weights once more for every candidate.
         self._skeleton = onnx.ModelProto(
-            ir_version=model.ir_version,
+            # Until IR 3 every constant had to be an input too.
+            ir_version=max(model.ir_version, 4),
             opset_import=model.opset_import,
             metadata_props=model.metadata_props,
             producer_name=model.producer_name,
             producer_version=model.producer_version,
             functions=model.functions,
-            graph=onnx.GraphProto(name=model.graph.name, input=model.graph.input, output=model.graph.output),
+            graph=onnx.GraphProto(name=model.graph.name, input=given, output=model.graph.output),
         )
 
     def readers(self) -> dict[str, list[onnx.NodeProto]]:
@@ -61,7 +65,7 @@ class Dataflow:
 
     def producers(self) -> dict[str, onnx.NodeProto]:
         """The node that makes each tensor."""
-        return {name: node for node in self.nodes for name in node.output}
+        return {name: node for node in self.nodes for name in node.output if name}
 
     def depends_on_input(self) -> set[str]:
         """The tensors whose values differ from image to image."""
@@ -69,8 +73,12 @@ class Dataflow:
         for node in self.nodes:
             # A shape is the same for every image of a batch, and so is everything computed from it.
             if node.op_type not in ("Shape", "Size") and varying.intersection(node.input):
-                varying.update(node.output)
+                varying.update(filter(None, node.output))
         return varying
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self.constants, *self.inputs, *self.producers()}
 
     def is_float(self, name: str) -> bool:
         """Whether a tensor is float32."""
@@ -93,21 +101,59 @@ class Dataflow:
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """Read a graph; raise InputError for a file that holds none."""
+    """Read a graph with its weights; raise InputError for a file that holds none, or more than one message can."""
     try:
-        model = onnx.load(str(path))
+        model = onnx.load(str(path), format="protobuf")
+    except (onnx.checker.ValidationError, ValueError) as error:  # of a file beside it
+        raise InputError(f"'{path}' has weights in another file, which cannot be read: {error}") from None
     except Exception as error:
         if type(error).__name__ != "DecodeError":  # protobuf's own, under a name that differs between its versions
             raise
         raise InputError(f"'{path}' is not an ONNX graph: {error}") from None
     if not model.opset_import:  # no bytes at all are a message too
         raise InputError(f"'{path}' is not an ONNX graph: it is of no operator set")
+    size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if size > MOST_BYTES:
+        raise InputError(
+            f"'{path}' has {size / 1e9:.1f} GB of weights: expected {MOST_BYTES / 1e9:.1f} GB at most, which one "
+            "message of protobuf holds; take a smaller network"
+        )
     return model
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """The version of the standard operator set."""
-    return next(int(entry.version) for entry in model.opset_import if entry.domain in STANDARD)
+    """The version of the standard operator set; raise InputError for a graph of others alone."""
+    found = {entry.domain: int(entry.version) for entry in model.opset_import}
+    for domain in STANDARD:
+        if domain in found:
+            return found[domain]
+    others = ", ".join(found) or "none"
+    raise InputError(f"the graph is of the operator sets {others}: expected ONNX's own, ai.onnx, beside them")
+
+
+def inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """What the graph must be given: an input that is a constant too, as all were until IR 3, has its value."""
+    constants = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in constants]
+
+
+def reads(node: onnx.NodeProto) -> set[str]:
+    """The tensors that a node reads, also those of the graph around it that a branch or a loop's body reads."""
+    found = set(filter(None, node.input))
+    for given in node.attribute:
+        for inner in (given.g, *given.graphs):
+            own = {value.name for value in (*inner.input, *inner.initializer)}
+            own.update(name for each in inner.node for name in each.output)
+            found |= set().union(*map(reads, inner.node)) - own
+    return found
+
+
+def free_tag(tag: str, parts: Collection[str], taken: set[str]) -> str:
+    """The tag, changed until no tensor is called `tag/part`; these are `taken` then. A graph's own names may be any."""
+    while not taken.isdisjoint(names := {f"{tag}/{part}" for part in parts}):
+        tag += "/again"
+    taken |= names
+    return tag
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
@@ -157,11 +203,11 @@ def _require_finite(constants: Mapping[str, TensorProto]) -> None:
                 )
 
 
-def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
-    for value in (*graph.input, *graph.output):
+def _require_dynamic_batch(inputs: Iterable[onnx.ValueInfoProto], outputs: Iterable[onnx.ValueInfoProto]) -> None:
+    for value in (*inputs, *outputs):
         shape = value.type.tensor_type.shape.dim
-        if not shape or not shape[0].dim_param:
-            given = shape[0].dim_value if shape else "no shape"
+        if value.type.tensor_type.HasField("shape") and (not shape or shape[0].HasField("dim_value")):
+            given = shape[0].dim_value if shape else "a single number"
             raise CheckFailed(
                 f"the batch of '{value.name}' is frozen ({given}): trace the graph with a dynamic batch, its precision "
                 "is measured on batches of several sizes"
@@ -169,7 +215,12 @@ def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
 
 
 def _require_one_graph(graph: onnx.GraphProto) -> None:
-    """What a graph within a node reads of this one is in no list of that node's inputs."""
+    """Refuse what the lists of inputs and constants leave out: what a graph within a node reads, a sparse constant."""
+    for sparse in graph.sparse_initializer:
+        raise CheckFailed(
+            f"the constant '{sparse.values.name}' is sparse, which no lower precision is written into: export in fp32, "
+            "or write it as a dense one"
+        )
     for node in graph.node:
         if any(given.HasField("g") or given.graphs for given in node.attribute):
             raise CheckFailed(

@@ -16,6 +16,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph import CHECKED_BATCHES
 from vitx.export.graph.block_names import name_block_outputs
+from vitx.export.graph.dataflow import MOST_BYTES
 from vitx.export.graph.onnx_file import write_onnx
 from vitx.export.graph.operator_check import expected_operators, require_operators
 from vitx.export.graph.simplify import simplify
@@ -35,8 +36,6 @@ DEFAULT_OPSET = 20
 BFLOAT16_OPSET = 22
 OPSETS = range(18, 25)
 
-# In bytes: protobuf reads no larger message, and a bundle's graph has its weights inside.
-MOST_BYTES = 2**31 - 1
 # In elements. Above the exporter's own limit, so that views and transposes of weights are not computed at run time.
 FOLD_LIMIT = 2**28
 # In elements. Equal constants up to this size are stored once. The pass keeps a copy of each constant it compares, so

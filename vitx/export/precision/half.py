@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, cast, named_tensor
+from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, cast, free_tag, named_tensor
 
 HALVES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 NUMPY_TYPES: dict[int, np.dtype[Any]] = {
@@ -40,7 +40,7 @@ class HalfGraph:
 
     def _has_half(self, node: onnx.NodeProto) -> bool:
         """Whether the operator's definition in this opset allows the type: a Conv takes bfloat16 since opset 22."""
-        if node.domain not in STANDARD:
+        if node.domain not in STANDARD or not onnx.defs.has(node.op_type, self.flow.opset):
             return False
         # Of the type variables of the definition, those that stand for an input or output and may be float32 (an
         # index may not) decide.
@@ -68,14 +68,15 @@ class _HalfWriter:
         }
         self.kept = self.made_in_half & set(flow.outputs)  # what needs its float32 form under its name
         self.constants: dict[str, TensorProto] = {}
-        self.casts: set[str] = set()
+        self.taken = flow.names()
+        self.names: dict[tuple[str, str], str] = {}  # of a tensor in another form
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
         for node in self.flow.nodes:
             copy = deepcopy(node)
             for index, name in enumerate(node.input):
                 if name and self.flow.is_float(name):
-                    by_half = node.name in self.in_half and not _is_float32_only(node, index)
+                    by_half = node.name in self.in_half and not self._is_float32_only(node, index)
                     copy.input[index], casts = self._input(name, by_half=by_half)
                     yield from casts
             if node.name in self.in_half:
@@ -91,7 +92,12 @@ class _HalfWriter:
 
     def _output(self, name: str) -> str:
         """The name of a node's output; what is kept has its own name for the float32 form."""
-        return f"{name}/half" if name in self.kept else name
+        return self._form(name, "half") if name in self.kept else name
+
+    def _form(self, name: str, form: str) -> str:
+        if (name, form) not in self.names:
+            self.names[name, form] = f"{free_tag(name, (form,), self.taken)}/{form}"
+        return self.names[name, form]
 
     def _input(self, name: str, *, by_half: bool) -> tuple[str, list[onnx.NodeProto]]:
         """The name under which a node of the half type, or of float32, reads a tensor, and the Cast this needs."""
@@ -101,19 +107,23 @@ class _HalfWriter:
             return self._output(name), []
         if name in self.kept:
             return name, []  # its float32 form exists already
-        target = f"{name}/as half" if by_half else name + AS_FLOAT
-        if target in self.casts:
-            return target, []
-        self.casts.add(target)
-        return target, [cast(name, target, self.element_type if by_half else TensorProto.FLOAT)]
+        form, element_type = ("as half", self.element_type) if by_half else (AS_FLOAT, TensorProto.FLOAT)
+        there = (name, form) in self.names
+        target = self._form(name, form)
+        return target, [] if there else [cast(name, target, element_type)]
 
     def _constant(self, name: str) -> str:
-        target = f"{name}/half"
+        target = self._form(name, "half")
         if target not in self.constants:
             with np.errstate(over="ignore"):  # a constant that overflows is found by the logits it leads to
                 value = self.flow.array(name).astype(NUMPY_TYPES[self.element_type])
             self.constants[target] = named_tensor(target, value)
         return target
+
+    def _is_float32_only(self, node: onnx.NodeProto, index: int) -> bool:
+        """Whether this input is float32 whatever the others are, as the scales of a Resize."""
+        inputs = onnx.defs.get_schema(node.op_type, self.flow.opset, "").inputs
+        return bool(inputs[min(index, len(inputs) - 1)].type_str == "tensor(float)")
 
     def _retype(self, node: onnx.NodeProto) -> None:
         """Where a node names the type of its result (Cast, ConstantOfShape, …), name the half type."""
@@ -128,15 +138,6 @@ class _HalfWriter:
                 given.i = self.element_type
             if given.name == "value" and given.t.data_type == TensorProto.FLOAT:
                 _convert(given.t, NUMPY_TYPES[self.element_type])
-
-
-def _is_float32_only(node: onnx.NodeProto, index: int) -> bool:
-    """Whether this input is float32 whatever the others are, as the scales of a Resize."""
-    try:
-        inputs = onnx.defs.get_schema(node.op_type, domain=node.domain).inputs
-    except onnx.defs.SchemaError:  # of another domain than ONNX's
-        return False
-    return bool(inputs[min(index, len(inputs) - 1)].type_str == "tensor(float)")
 
 
 def _convert(tensor: TensorProto, dtype: np.dtype[Any]) -> None:
@@ -161,9 +162,11 @@ def cpu_twin(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _rounded_nodes(flow: Dataflow, halves: set[str]) -> Iterator[onnx.NodeProto]:
+    taken = flow.names()
     for node in flow.nodes:
         copy = deepcopy(node)
         made = [name for name in node.output if name in halves and node.op_type != "DequantizeLinear"]
+        tags = {name: free_tag(name, ("exact", "rounded"), taken) for name in made}
         for given in copy.attribute:
             if given.name == "value" and given.t.data_type in NUMPY_TYPES:
                 _convert(given.t, np.dtype(np.float32))
@@ -171,8 +174,8 @@ def _rounded_nodes(flow: Dataflow, halves: set[str]) -> Iterator[onnx.NodeProto]
                 given.i = TensorProto.FLOAT
         for index, name in enumerate(node.output):
             if name in made:
-                copy.output[index] = f"{name}/exact"
+                copy.output[index] = f"{tags[name]}/exact"
         yield copy
-        for name in made:
-            yield cast(f"{name}/exact", f"{name}/rounded", flow.types[name])
-            yield cast(f"{name}/rounded", name, TensorProto.FLOAT)
+        for name, tag in tags.items():
+            yield cast(f"{tag}/exact", f"{tag}/rounded", flow.types[name])
+            yield cast(f"{tag}/rounded", name, TensorProto.FLOAT)

@@ -14,7 +14,7 @@ from vitx.core.console import log, progress
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
-from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.dataflow import Dataflow, inputs_of
 from vitx.export.options import Target
 from vitx.export.precision.acceptance import Bounds, Judge, Lowered
 from vitx.export.precision.calibration import MIN_IMAGES, require_images, split_images
@@ -70,7 +70,12 @@ def lower_precision(
 
 
 def _require_images(graph: onnx.ModelProto, images: UInt8Array) -> None:
-    expected = [dim.dim_value for dim in graph.graph.input[0].type.tensor_type.shape.dim][1:]
+    inputs = inputs_of(graph.graph)
+    types = [onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower() for value in inputs]
+    if types != ["uint8"]:
+        found = ", ".join(f"{value.name} ({kind})" for value, kind in zip(inputs, types, strict=True)) or "nothing"
+        raise InputError(f"the graph takes {found}: expected one input, uint8 images (n, S, S, 3)")
+    expected = [dim.dim_value for dim in inputs[0].type.tensor_type.shape.dim][1:]
     if images.dtype != np.uint8 or images.ndim != 4 or list(images.shape[1:]) != expected:
         shape = ", ".join(map(str, ("n", *expected)))
         raise InputError(f"images are {images.dtype} {images.shape}: the graph takes uint8 ({shape})")

@@ -24,7 +24,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from vitx.core.bundle import Base
-from vitx.export.graph.dataflow import Dataflow, named_tensor
+from vitx.export.graph.dataflow import Dataflow, free_tag, named_tensor
 from vitx.export.options import Target
 from vitx.export.precision.calibration import Activations, Method
 from vitx.export.precision.half import HALVES, NUMPY_TYPES, SMALLEST, HalfGraph
@@ -143,7 +143,7 @@ class _QdqWriter:
         self.renamed: dict[tuple[str, str], str] = {}  # (node, input): what it reads instead
         self.activations: dict[str, str] = {}  # tensor: the same after Q and DQ
         self.scales: dict[str, npt.NDArray[np.float32]] = {}
-        self.taken = {*self.flow.constants, *self.flow.inputs, *self.flow.producers()}  # names of tensors
+        self.taken = self.flow.names()
         self.first: list[onnx.NodeProto] = []  # DQ of constants: these depend on no other node
         self.after: dict[str, list[onnx.NodeProto]] = {}
 
@@ -201,7 +201,7 @@ class _QdqWriter:
         if name not in self.activations:
             scale, zero_point = self._range(name)
             self.scales[name] = scale
-            tag = self._free(name)
+            tag = free_tag(name, _PARTS, self.taken)
             inputs = self._parameters(tag, scale, zero_point)
             codes, back = f"{tag}/quantized", f"{tag}/dequantized"
             self.after[name] = [
@@ -255,19 +255,12 @@ class _QdqWriter:
         Each layer that reads a weight has codes of its own: ONNX Runtime makes uint8 of them for each, by their name,
         where the processor has no VNNI, and refuses the second of one name.
         """
-        tag = self._free(tag)
+        tag = free_tag(tag, _PARTS, self.taken)
         self.constants[f"{tag}/quantized"] = named_tensor(f"{tag}/quantized", codes)
         inputs = [f"{tag}/quantized", *self._parameters(tag, scale, np.zeros(scale.shape, codes.dtype))]
         back = f"{tag}/dequantized"
         self.first.append(helper.make_node("DequantizeLinear", inputs, [back], name=f"dequantize {tag}", axis=axis))
         return back
-
-    def _free(self, tag: str) -> str:
-        """The tag, changed until no tensor has a name that it leads to: the graph's own names may be any."""
-        while not self.taken.isdisjoint(names := {f"{tag}/{part}" for part in _PARTS}):
-            tag += "/again"
-        self.taken |= names
-        return tag
 
     def _parameters(self, tag: str, scale: npt.NDArray[np.float32], zero_point: npt.NDArray[Any]) -> list[str]:
         names = [f"{tag}/scale", f"{tag}/zero_point"]
