@@ -179,6 +179,8 @@ def test_attention_is_written_out(tmp_path: Path) -> None:
     np.testing.assert_allclose(values_of(after, x=HEADS)[0], expected, atol=1e-6)
     kinds = ["Mul", "Transpose", "MatMul", "Softmax", "MatMul"]
     assert [node.op_type for node in after.graph.node] == 2 * kinds
+    names = ("scale_query", "transpose_key", "scores", "softmax", "values")  # told by the parser, and in a plan's table
+    assert [node.name for node in after.graph.node] == [f"{made}_{name}" for made in "hy" for name in names]
     onnx.save(model, tmp_path / "a.onnx")
     assert load_for_tensorrt(tmp_path / "a.onnx") == after
     plan = {"flavor": "tensorrt-rtx", "architectures": ("sm89",), "quiet": True}

@@ -94,6 +94,17 @@ def test_more_weights_than_a_message_holds(tmp_path: Path, monkeypatch: pytest.M
         read_onnx(path)
 
 
+def test_the_limit_is_protobuf_s() -> None:
+    """Its message of 2 GiB is one byte too long."""
+    assert dataflow.MOST_BYTES == 2_147_483_647
+
+
+def test_a_file_that_cannot_be_opened_is_the_system_s_error(tmp_path: Path) -> None:
+    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none.onnx", FileNotFoundError)):
+        with pytest.raises(kind):
+            read_onnx(path)
+
+
 @pytest.mark.parametrize("domains", [{"": 20}, {"ai.onnx": 20}, {"com.microsoft": 1, "": 20, "ai.onnx.ml": 3}])
 def test_the_standard_operator_set(domains: dict[str, int]) -> None:
     model = model_of(**domains)
@@ -143,6 +154,67 @@ def test_a_batch_without_a_name_is_not_frozen(batch: Any, result: Any) -> None:
 def test_a_frozen_batch_is_named(batch: Any, result: Any, name: str, given: str) -> None:
     with pytest.raises(CheckFailed, match=rf"^the batch of '{name}' is frozen \({given}\): trace the graph with a "):
         Dataflow(model_of(batch, result))
+
+
+def test_of_frozen_batches_the_input_s_is_named() -> None:
+    with pytest.raises(CheckFailed, match=r"^the batch of 'images' is frozen \(7\)"):
+        Dataflow(model_of(7, [5, 3]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            [0.0, -np.inf, -np.inf],
+            "the constant 'V' holds 2 of 3 values of -inf, as a mask does: a lower precision is measured on finite "
+            "values alone; mask with -1e4, or export in fp32",
+        ),
+        (
+            [np.inf, 0.0, np.nan],
+            "the weights 'V' hold 2 of 3 values that are NaN or infinite: no precision can hold them; look at the "
+            "checkpoint they come from",
+        ),
+        (
+            [-np.inf, np.nan, 0.0],
+            "the weights 'V' hold 2 of 3 values that are NaN or infinite: no precision can hold them; look at the "
+            "checkpoint they come from",
+        ),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(dtype: Any, values: list[float], message: str) -> None:
+    model = model_of()
+    model.graph.initializer.append(numpy_helper.from_array(np.array(values, dtype), "V"))
+    with pytest.raises(CheckFailed) as refused:
+        Dataflow(model)
+    assert str(refused.value) == message
+    model.graph.initializer[-1].CopyFrom(numpy_helper.from_array(np.array(values, np.float16), "V"))
+    assert "V" in Dataflow(model).constants, "it was beyond the half type when it was lowered"
+
+
+def test_readers_are_in_order_each_once() -> None:
+    model = model_of()
+    twice = helper.make_node("Mul", ["pixels", "pixels"], ["squares"], name="square")
+    model.graph.node.append(twice)
+    readers = Dataflow(model).readers()
+    assert [node.op_type for node in readers["pixels"]] == ["Reshape", "Mul"]
+    assert [node.op_type for node in readers["W"]] == ["MatMul"]
+
+
+def test_shapes_are_followed_through_what_is_computed_of_shapes() -> None:
+    model = model_of()
+    last = [
+        helper.make_node("Shape", ["W"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["three"]),
+        helper.make_node("Concat", ["rest", "three"], ["target"], axis=0),
+        helper.make_node("Reshape", ["x", "target"], ["split"]),
+    ]
+    model.graph.node.extend(last)
+    for name, value in (("one", [1]), ("rest", [-1, 16])):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+    flow = Dataflow(model)
+    assert flow.shapes["split"][1:] == (16, 3)
+    assert (flow.types["split"], flow.types["shape"]) == (FLOAT, TensorProto.INT64)
 
 
 def test_a_sparse_constant_is_refused() -> None:
