@@ -91,14 +91,14 @@ def test_only_a_crash_is_looked_for(
             raise other("something else")
 
     monkeypatch.setattr(reproduction, "run_limited", run)
-    reason = 'it died: """\n  C:\\Users\\new and caf\udce9'
+    reason = 'it died: """\n\n  C:\\Users\\new and caf\udce9'
     found = write_reproduction(graph, hang, tmp_path / "failed", reason, seconds=60, memory_gib=8)
     assert [node.op_type for node in found.graph.node] == ["Gelu"]
     assert found == onnx.load(str(tmp_path / "failed" / "subgraph.onnx"))
     assert asked[0] == ("bisecting", hang, {"seconds": 60, "memory_gib": 8})
     script = (tmp_path / "failed" / "reproduce.py").read_text()
     compile(script, "reproduce.py", "exec")
-    assert '# it died: """\n#   C:\\Users\\new and caf\\udce9\n' in script
+    assert '# it died: """\n#\n#   C:\\Users\\new and caf\\udce9\n' in script
     assert "from sandbox_jobs import hang\n" in script
     monkeypatch.setattr(reproduction, "run_limited", lambda *given, **limits: None)
     with pytest.raises(
