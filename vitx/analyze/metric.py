@@ -73,7 +73,7 @@ class MetricContext(NamedTuple):
 
 
 # To be increased when a metric's definition changes: cached results of the older one are measured again.
-DEFINITIONS_VERSION = 11
+DEFINITIONS_VERSION = 12
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,22 @@ def test_a_layer_that_is_the_same_for_all_images_is_like_none(images: int, dtype
     assert constant.widest() is None
 
 
+@pytest.mark.parametrize("images", [4, 5, 7, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_that_has_all_images_equally_far_from_each_other_is_like_none(images: int, dtype: torch.dtype) -> None:
+    """HSIC₁ of such a layer with itself is 0; what rounding leaves of it gave an alignment of 2.4."""
+    layer, rotation = seq(2.0, images, 32).to(dtype), torch.linalg.qr(seq(0.4, 40, 40))[0]
+    apart = (3 * torch.eye(images, 40, dtype=torch.float64) @ rotation + 1).to(dtype)
+    one_other = torch.cat([seq(0.2, 1, 64).expand(images - 1, 64), seq(1.2, 1, 64)]).to(dtype)
+    for equally_far in (apart, one_other):
+        assert linear_cka(equally_far, layer).isnan()
+        assert linear_cka(equally_far, equally_far).isnan()
+        assert linear_cka(equally_far, equally_far, unbiased=False).item() == pytest.approx(1)
+        moved = equally_far + 1e-2 * seq(0.9, *equally_far.shape).to(dtype)
+        assert linear_cka(moved, moved).item() == pytest.approx(1)
+        assert abs(linear_cka(moved, layer).item()) <= 1
+
+
 def test_batches_add_up() -> None:
     layers = [seq(k, 24, 3, 2) for k in (0.0, 1.0, 2.5)]
     whole = MinibatchCKA()
@@ -199,7 +215,11 @@ def test_what_was_measured_between_two_networks_is_kept(tmp_path: Path) -> None:
 def test_too_few_images_are_refused() -> None:
     with pytest.raises(InputError, match="needs 4 or more"):
         linear_cka(X[:3], Y[:3])
-    with pytest.raises(InputError, match="6 and 5 images"):
-        linear_cka(X, Y[:5])
+    for unbiased in (True, False):
+        with pytest.raises(InputError, match=r"^CKA of 6 and 5 images: all layers must be of the same images$"):
+            linear_cka(X, Y[:5], unbiased=unbiased)
+    for layers in ([[X, Y[:5]]], [[X], [Y[:5]]], [[X], [Y, X[:5]]]):
+        with pytest.raises(InputError, match="6 and 5 images"):
+            MinibatchCKA().add(*layers)
     with pytest.raises(InputError, match="no batch of 4"):
         MinibatchCKA().result()

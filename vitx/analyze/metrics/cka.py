@@ -26,19 +26,25 @@ from vitx.models.source import Source
 SMALLEST_BATCH = 4
 # Of a layer that is the same for all images, centring leaves what rounding made: up to this many roundings of its mean.
 ROUNDINGS = 64
+# HSIC₁ of a layer with itself over its squared kernel: 0 of images that are equally far from each other, up to rounding.
+EQUALLY_FAR = 1e-10
 
 
 def linear_cka(x_BP: Tensor, y_BQ: Tensor, *, unbiased: bool = True) -> Tensor:
     """HSIC(K, L) / √(HSIC(K, K) HSIC(L, L)) of two representations of the same B images, K = XXᵀ, L = YYᵀ; a scalar.
 
     1: the same up to rotation and scale; nan where a side is the same for all images. `unbiased` uses HSIC₁, which
-    leaves out the diagonals and may be negative; without it HSIC₀ of centred kernels. Raises InputError for another
-    number of images, or fewer than 4 with `unbiased`.
+    leaves out the diagonals and may be negative, and is nan too where a side has all images equally far from each
+    other; without it HSIC₀ of centred kernels. Raises InputError for another number of images, or fewer than 4 with
+    `unbiased`.
     """
-    if len(x_BP) != len(y_BQ):
-        raise InputError(f"CKA of {len(x_BP)} and {len(y_BQ)} images: both sides must be of the same images")
-    grams = grams_of([x_BP, y_BQ]) if unbiased else torch.stack([_gram(x_BP), _gram(y_BQ)])
-    hsic = hsic_1(grams, grams) if unbiased else torch.einsum("lij,mij->lm", grams, grams)
+    if unbiased:
+        cka = MinibatchCKA()
+        cka.add([x_BP], [y_BQ])
+        return cka.result()[0, 0]
+    _require_same_images([x_BP, y_BQ])
+    grams = torch.stack([_gram(x_BP), _gram(y_BQ)])
+    hsic = torch.einsum("lij,mij->lm", grams, grams)
     return _alignment(hsic[:1, 1:], hsic[0, :1], hsic[1, 1:])[0, 0]
 
 
@@ -78,14 +84,18 @@ class MinibatchCKA:
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, first: Sequence[Tensor], second: Sequence[Tensor] | None = None) -> None:
-        """Add a batch of at least 4 images: each layer's features (B, …); `second`: another network's on the same."""
+        """Add a batch of at least 4 images: each layer's features (B, …); `second`: another network's on the same.
+
+        Raises InputError for fewer images, and for features of different numbers of images.
+        """
+        _require_same_images([*first, *(second or ())])
         k = grams_of(first)
         l = k if second is None else grams_of(second)  # noqa: E741 - the letters of the literature
         weight = len(first[0]) * (len(first[0]) - 3)
         self._batches.append((weight * hsic_1(k, l), weight * _own(k), weight * _own(l)))
 
     def result(self) -> Tensor:
-        """(L, M), float64; nan where a layer is the same for all images."""
+        """(L, M), float64; nan where a layer is the same for all images, or has all equally far from each other."""
         if not self._batches:
             raise InputError(f"CKA saw no batch of {SMALLEST_BATCH} images or more: give more images")
         cross, own_k, own_l = (torch.stack(parts).sum(dim=0) for parts in zip(*self._batches, strict=True))
@@ -114,9 +124,18 @@ def _alignment(cross_LM: Tensor, own_L: Tensor, own_M: Tensor) -> Tensor:
     return torch.where((first > 0) & (second > 0), cross_LM / (first * second).sqrt(), math.nan)
 
 
-def _own(grams: Tensor) -> Tensor:
-    """HSIC₁ of each layer with itself: (L,)."""
-    return torch.stack([hsic_1(gram[None], gram[None])[0, 0] for gram in grams])
+def _own(grams_LBB: Tensor) -> Tensor:
+    """HSIC₁ of each layer with itself: (L,); 0 where only rounding keeps it from 0."""
+    n = grams_LBB.shape[-1]
+    own = torch.stack([hsic_1(gram[None], gram[None])[0, 0] for gram in grams_LBB])
+    squares = grams_LBB.square().sum(dim=(-2, -1)) / (n * (n - 3))
+    return torch.where(own > EQUALLY_FAR * squares, own, 0.0)
+
+
+def _require_same_images(features: Sequence[Tensor]) -> None:
+    counts = [*dict.fromkeys(map(len, features))]
+    if len(counts) > 1:
+        raise InputError(f"CKA of {' and '.join(map(str, counts))} images: all layers must be of the same images")
 
 
 def _gram(features: Tensor) -> Tensor:
