@@ -32,6 +32,13 @@ def test_shares_and_means_are_of_the_values_on_either_side_of_0(monkeypatch: pyt
     )
 
 
+def test_batches_whose_eigenvalues_did_not_converge_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = spectrum_of(monkeypatch, [2.0, 0.5], [2.0, 0.5])
+    first, second = measured.batches
+    rough = measured.model_copy(update={"batches": [first, second.model_copy(update={"converged": False})]})
+    assert HESSIAN_METRIC.line(rough) == f"{HESSIAN_METRIC.line(measured)}, 1 of 2 batches did not converge"
+
+
 def test_no_batch_is_refused() -> None:
     with pytest.raises(InputError, match="at least one batch of labelled images"):
         hessian_spectrum(nn.Linear(3, 2), [])

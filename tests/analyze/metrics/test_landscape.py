@@ -1,5 +1,9 @@
 """The loss landscape: the reference direction, the loss at each place by hand, and the same bits afterwards."""
 
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,21 +11,27 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from reference import randomize_like_trained, seq
+from run_fixture import ColourMean, digits_source, write_run
+from vitx.analyze.metric import AnalysisOptions, MetricContext
 from vitx.analyze.metrics.landscape import (
     LANDSCAPE_METRIC,
     LossLandscape,
     draw_landscape,
     filter_normalized_direction,
     loss_landscape,
+    measure_landscape,
     moved_parameters,
     random_direction,
     training_path,
 )
 from vitx.core.errors import InputError
+from vitx.core.files import sha256_file, write_json
 from vitx.core.panels import png
+from vitx.data.open import open_images
 
 
 def network() -> Any:
@@ -166,6 +176,61 @@ def test_the_training_path_is_where_its_checkpoints_are_in_the_plane() -> None:
     assert share is not None
     assert 0 <= share < 0.2
     assert training_path(model, [weights], 0)[1] is None
+
+
+def context_of_run(folder: Path, *factors: float) -> MetricContext:
+    """Of a run whose checkpoints of steps 0, 1, … hold the network's weights times these factors."""
+    run, model = write_run(folder / "run", "digits"), ColourMean(10)
+    written, record = run.checkpoint("last")
+    shutil.rmtree(written)
+    for step, factor in enumerate(factors):
+        checkpoint = run.path / "checkpoints" / f"epoch-{step:04d}"
+        checkpoint.mkdir()
+        weights = {name: value * factor for name, value in model.state_dict().items()}
+        save_file(weights, checkpoint / "model.safetensors")
+        digests = {"model.safetensors": sha256_file(checkpoint / "model.safetensors")}
+        record = record.model_copy(update={"epoch": step, "step": step, "sha256": digests})
+        write_json(checkpoint / "state.json", record)
+    source = replace(digits_source(str(run.path), model), recipe="tests")
+    options = AnalysisOptions(loss_batches=1, landscape_points=3, batch_size=4, seed=5)
+    return MetricContext(source, open_images("digits", "val").first(4), options)
+
+
+def test_the_path_of_a_run_is_that_of_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = context_of_run(tmp_path, 0.5, 2.0, 1.0)
+    found, weights = measure_landscape(context), context.source.model.state_dict()
+    states = [{name: value * factor for name, value in weights.items()} for factor in (0.5, 2.0, 1.0)]
+    assert (found.path, found.path_share) == training_path(context.source.model, states, 5)
+    assert len(found.path) == 3
+    assert found.path_share is not None
+    assert LANDSCAPE_METRIC.line(found).endswith(
+        f"; {100 * found.path_share:.2g} % of the training path lies in the plane"
+    )
+    assert capsys.readouterr().err == ""
+    without = measure_landscape(context._replace(source=replace(context.source, recipe=None)))
+    assert without == found.model_copy(update={"path": [], "path_share": None})
+    alone = measure_landscape(context_of_run(tmp_path / "alone", 1.0))  # all are the network's own
+    assert (alone.path, alone.path_share) == ([], None)
+
+
+def test_the_landscape_of_a_run_with_a_checkpoint_that_is_not_finite_has_no_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measure_landscape(context_of_run(tmp_path, 0.5, math.nan, 1.0))
+    assert (found.path, found.path_share) == ([], None)
+    assert found.nll[1][1] is not None
+    assert capsys.readouterr().err == (
+        "warning: the path of the training is left out of the landscape: the checkpoint of step 1 has no place: "
+        "'head.weight' holds NaN or infinity\n"
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, 1e9, 5e10, 1e38])
+def test_a_loss_that_is_the_same_everywhere_or_is_known_at_one_place_is_drawn(value: float) -> None:
+    for around in (value, None):
+        nll: list[list[float | None]] = [[around] * 3, [around, value, around], [around] * 3]
+        record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
+        assert png(draw_landscape({"one": record})).startswith(b"\x89PNG")
 
 
 def test_the_edge_has_four_sides() -> None:

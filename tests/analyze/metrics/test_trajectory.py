@@ -92,6 +92,17 @@ def test_of_a_run_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert run_trajectory(run).steps == [10, 130]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_checkpoint_of_a_training_that_diverged_has_no_place(value: float) -> None:
+    """Its radius would be no number, which no JSON holds."""
+    places = [state(1, 1), state(2, 1), state(3, 1)]
+    for index in range(3):
+        states = [*places[:index], state(1, value), *places[index + 1 :]]
+        with pytest.raises(InputError, match=f"^the checkpoint of step {10 * index} has no place: 'b' holds NaN or"):
+            polar_trajectory(states, steps=[0, 10, 20])
+    assert polar_trajectory([{**each, "c": seq(0, 1) * value} for each in places], names="ab").radius[1] == 0.5
+
+
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 checkpoint of a training: a trajectory needs the first and the last"):
         polar_trajectory([state(1, 1)])

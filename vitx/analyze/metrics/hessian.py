@@ -119,6 +119,8 @@ def _hessian_line(found: HessianSpectrum) -> str:
         if interval is not None and name.endswith("%"):  # Student's of two batches reaches beyond a share
             interval = max(0.0, interval[0]), min(100.0, interval[1])
         parts.append(name.format(with_interval(float(np.mean(each)), interval)))
+    if rough := sum(not batch.converged for batch in found.batches):
+        parts.append(f"{rough} of {len(found.batches)} batches did not converge")
     return ", ".join(parts)
 
 

@@ -16,8 +16,8 @@ from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
 from vitx.analyze.metric import Metric, MetricContext
 from vitx.analyze.metric_figures import COLOURS
-from vitx.analyze.metrics.trajectory import Checkpoints, of_checkpoints
-from vitx.core.console import progress
+from vitx.analyze.metrics.trajectory import Checkpoints, of_checkpoints, require_finite_weights
+from vitx.core.console import log, progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results
@@ -200,9 +200,18 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
     if context.source.recipe is None:
         return found
 
+    def states(checkpoints: Checkpoints) -> Iterator[Mapping[str, Tensor]]:
+        for state, folder in checkpoints:
+            weights = load_file(folder / "model.safetensors")
+            require_finite_weights(weights, moved_parameters(context.source.model), state.step)
+            yield weights
+
     def path_of(checkpoints: Checkpoints) -> tuple[list[tuple[float, float]], float | None]:
-        states = (load_file(folder / "model.safetensors") for _, folder in checkpoints)
-        return training_path(context.source.model, states, found.seed)
+        try:
+            return training_path(context.source.model, states(checkpoints), found.seed)
+        except InputError as error:  # of a training that diverged: the landscape is that of the network nevertheless
+            log(f"warning: the path of the training is left out of the landscape: {error}")
+            return [], None
 
     path, share = of_checkpoints(RunFolder.open(context.source.name), path_of)
     return found if share is None else found.model_copy(update={"path": path, "path_share": share})
@@ -258,7 +267,7 @@ def _draw_surface(axes: Any, record: LossLandscape, nll: Grid, colours: dict[str
 
 def _levels(low: float, high: float) -> Grid:
     """Even steps of the logarithm where the loss spans more than a factor of ten, of the loss itself elsewhere."""
-    high = max(high, low + 1e-6)
+    high = max(high, low + 1e-6 * max(1.0, low))
     return np.geomspace(low, high, 15) if _is_wide(low, high) else np.linspace(low, high, 15)
 
 

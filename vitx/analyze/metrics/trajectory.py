@@ -1,7 +1,7 @@
 """The path of a training through the space of weights, in polar coordinates (docs/maths.md §5.4)."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,7 +42,7 @@ def polar_trajectory(
 
     (Park & Kim, arXiv 2202.06709, §2; docs/maths.md §5.4.) names: the entries that are weights; by default every
     floating-point entry, running statistics included. steps: 0, 1, … by default. Raises InputError for fewer than two
-    states, for states of different networks, and when the first and the last are equal.
+    states, for states of different networks or that are not finite, and when the first and the last are equal.
     """
     if len(states) < 2:
         raise InputError(f"{len(states)} checkpoint of a training: a trajectory needs the first and the last at least")
@@ -53,15 +53,24 @@ def polar_trajectory(
         raise InputError(
             "the first and the last checkpoint hold the same weights: there is no direction to compare with"
         )
+    counted = list(range(len(states)) if steps is None else steps)
     radius: list[float] = []
     angle: list[float | None] = []
-    for state in states:
+    for step, state in zip(counted, states, strict=True):
         if added := set(_weights(state, names)).difference(chosen):
             raise _different_networks(min(added))
+        require_finite_weights(state, chosen, step)
         length = _distance(first, state, chosen)
         radius.append(length / total)
         angle.append(_angle(first, state, last, chosen, length, total) if length else None)
-    return Trajectory(steps=list(range(len(states)) if steps is None else steps), radius=radius, angle=angle)
+    return Trajectory(steps=counted, radius=radius, angle=angle)
+
+
+def require_finite_weights(state: State, names: Iterable[str], step: int) -> None:
+    """Raise InputError where one of these weights of the checkpoint of that step is NaN or infinite."""
+    for name in names:
+        if name in state and not state[name].isfinite().all():
+            raise InputError(f"the checkpoint of step {step} has no place: '{name}' holds NaN or infinity")
 
 
 def run_trajectory(run: RunFolder) -> Trajectory:
