@@ -99,6 +99,23 @@ def test_two_networks_are_set_beside_each_other(vitx: Vitx, calls: Calls) -> Non
     assert len(calls) == 5
 
 
+def test_without_a_number_of_both_networks_there_is_no_table_of_differences(
+    vitx: Vitx, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitx.analyze.findings.differences.differences", lambda *_: [])
+    code, out, _ = vitx("analyze", "run", "other", *ONLY)
+    assert (code, out.splitlines()[1:]) == (0, ["other-b less run: nothing was measured of both on ten images or more"])
+    assert [title for name, title, *_ in calls if name == "print_table"] == ["findings of run", "2 images of digits"]
+
+
+def test_one_test_is_one(vitx: Vitx, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = analysis("run", cka="C")
+    found.findings().tests.clear()
+    found.findings().tests["a"] = 1
+    monkeypatch.setattr("vitx.analyze.network_analyses.analyze_networks", lambda *_, **__: ([found], None))
+    assert vitx("analyze", "run", *ONLY)[:2] == (0, "no finding of run: 1 test\n")
+
+
 def test_the_report_as_json(vitx: Vitx, calls: Calls) -> None:
     code, out, _ = vitx("analyze", "run", *ONLY, "--json", "--quiet")
     assert (code, json.loads(out)) == (0, {"given": [1, "between"]})

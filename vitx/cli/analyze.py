@@ -60,14 +60,14 @@ def _print_findings(analyses: "list[Analysis]") -> None:
         if rows:
             print_table(f"findings of {name}", ("finding", "effect", "baseline"), rows)
         else:
-            print(f"no finding of {name}: {sum(findings.tests.values())} tests")
+            print(f"no finding of {name}: {counted(sum(findings.tests.values()), 'test')}")
     if len(analyses) == 2:
         compared = differences(analyses[0].results, analyses[1].results)
-        print_table(
-            f"{names[1]} less {names[0]}",
-            ("number", "difference"),
-            [(each.quantity, difference_text(each)) for each in compared],
-        )
+        rows = [(each.quantity, difference_text(each)) for each in compared]
+        if rows:
+            print_table(f"{names[1]} less {names[0]}", ("number", "difference"), rows)
+        else:
+            print(f"{names[1]} less {names[0]}: nothing was measured of both on ten images or more")
 
 
 def _print_table(analyses: "list[Analysis]", metrics: tuple[str, ...]) -> None:
