@@ -67,6 +67,10 @@ def test_a_sheet_is_nearly_square(tmp_path: Path, count: int, size: tuple[int, i
 def test_a_disk_that_takes_no_more_is_told_with_the_way_to_go_on(tmp_path: Path, number: int) -> None:
     remedies = {errno.EFBIG: "raise the limit of a file's size (ulimit -f)", errno.EROFS: "mount it for writing"}
     remedy = remedies.get(number, "make room")
+    with pytest.raises(EnvironmentMissing) as nothing_saved, explain_full_disk(RunFolder(tmp_path)):
+        raise OSError(number, "no more", "/disk/run.json")
+    assert str(nothing_saved.value) == f"cannot write '/disk/run.json': no more; {remedy}, then begin again"
+    (tmp_path / "run.json").write_text("{}")
     with pytest.raises(EnvironmentMissing) as error, explain_full_disk(RunFolder(tmp_path)):
         raise OSError(number, "no more", "/disk/model.safetensors")
     assert str(error.value) == (

@@ -39,9 +39,10 @@ def explain_full_disk(run: RunFolder) -> Iterator[None]:
             raise
         where = f" '{error.filename}'" if error.filename else ""
         remedies = {errno.EFBIG: TOO_LARGE, errno.EROFS: "mount it for writing"}
+        remedy = remedies.get(error.errno, "make room")
+        way_on = f"'{run.path}' keeps what was saved: {remedy}, then go on with --resume"
         raise EnvironmentMissing(
-            f"cannot write{where}: {error.strerror}; '{run.path}' keeps what was saved: "
-            f"{remedies.get(error.errno, 'make room')}, then go on with --resume"
+            f"cannot write{where}: {error.strerror}; {way_on if run.exists() else f'{remedy}, then begin again'}"
         ) from None
 
 
