@@ -26,7 +26,7 @@ from vitx.models.source import Source
 SMALLEST_BATCH = 4
 # Of a layer that is the same for all images, centring leaves what rounding made: up to this many roundings of its mean.
 ROUNDINGS = 64
-# HSIC₁ of a layer with itself over its squared kernel: 0 of images that are equally far from each other, up to rounding.
+# HSIC₁ of a layer with itself over its squared kernel is 0 of images equally far from each other, but for rounding.
 EQUALLY_FAR = 1e-10
 
 
