@@ -18,7 +18,8 @@ class SimilarityMatrix(Measured):
 
     The columns are the layers again, or those of another network. None where two layers cannot be compared: their
     shapes differ, or one is the same for all images, or has all equally far from each other. widest: half the width of
-    the widest interval of an entry; None where there are too few images or batches for one. intervals["neighbours"]: of a layer with the one before it.
+    the widest interval of an entry; None where there are too few images or batches for one. intervals["neighbours"]:
+    of a layer with the one before it.
     """
 
     layers: tuple[str, ...]
