@@ -113,8 +113,8 @@ def number_range(given: Any) -> Any:
         given = f"{given[0]}:{given[1]}"
     if not isinstance(given, str):
         return given
-    least, _, most = given.partition(":")
-    numbers = least, most or least
+    least, colon, most = given.partition(":")
+    numbers = least, most if colon else least
     if not all(number.isascii() and number.isdigit() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
         raise ValueError("expected a number such as 4, or a least and a most such as 2:8")
     return int(least), int(numbers[1])
