@@ -2,8 +2,10 @@
 
 import math
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,27 @@ def test_the_loss_at_each_place() -> None:
     assert type(found).model_validate_json(found.model_dump_json()) == found
 
 
+def test_the_points_are_evenly_spaced_between_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    @contextmanager
+    def recorded(title: str, total: int, *, quiet: bool) -> Any:
+        shown.append((title, total, quiet))
+        yield SimpleNamespace(update=shown.append)
+
+    monkeypatch.setattr("vitx.analyze.metrics.landscape.progress", recorded)
+    found = loss_landscape(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), batches(), radius=0.5, points=5)
+    assert found.axis == [-0.5, -0.25, 0, 0.25, 0.5]
+    assert shown == [("landscape", 25, True), *range(25)]
+    shown.clear()
+    context = MetricContext(
+        digits_source("n", ColourMean(10)), open_images("digits", "val").first(4), AnalysisOptions()
+    )
+    for quiet in (True, False):
+        measure_landscape(context._replace(quiet=quiet))
+    assert [each for each in shown if isinstance(each, tuple)] == [("landscape", 121, quiet) for quiet in (True, False)]
+
+
 def test_seed_and_directions() -> None:
     weight = seq(0, 6, 5)
     first, again, second, other = (random_direction(weight, *place) for place in ((0, 0), (0, 0), (0, 1), (1, 0)))
@@ -178,6 +201,30 @@ def test_the_training_path_is_where_its_checkpoints_are_in_the_plane() -> None:
     assert training_path(model, [weights], 0)[1] is None
 
 
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, images: Tensor) -> Any:
+        return self.second(self.first(images.mean(dim=(2, 3))).tanh())
+
+
+def test_a_weight_that_layers_share_is_moved_once() -> None:
+    """Drawn again for the second layer, it stood for two weights, and its way seemed to lead out of the plane."""
+    model = Tied()
+    assert list(moved_parameters(model)) == ["first.weight"]
+    weight = model.first.weight.detach().clone()
+    path, share = training_path(model, [{"first.weight": weight + 0.5 * random_direction(weight, 0, 0, 0)}], 0)
+    assert np.allclose(path, [(0.5, 0)], atol=1e-5)
+    assert share == pytest.approx(1)
+    loss_landscape(model, batches(), points=3)
+    assert torch.equal(model.first.weight, weight)
+
+
 def context_of_run(folder: Path, *factors: float) -> MetricContext:
     """Of a run whose checkpoints of steps 0, 1, … hold the network's weights times these factors."""
     run, model = write_run(folder / "run", "digits"), ColourMean(10)
@@ -223,6 +270,16 @@ def test_the_landscape_of_a_run_with_a_checkpoint_that_is_not_finite_has_no_path
         "warning: the path of the training is left out of the landscape: the checkpoint of step 1 has no place: "
         "'head.weight' holds NaN or infinity\n"
     )
+
+
+def test_a_face_of_the_surface_with_a_loss_that_is_not_finite_is_not_seen() -> None:
+    nll: list[list[float | None]] = [[None, 2.0, 2.0], [2.0, 1.0, 3.0], [2.0, 2.0, 2.0]]
+    record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
+    figure = draw_landscape({"one": record})
+    png(figure)
+    surface: Any = next(axes for axes in figure.axes if axes.name == "3d")
+    (faces,) = surface.collections
+    assert sorted(colour[3] for colour in faces.get_facecolor()) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0, 1e9, 5e10, 1e38])

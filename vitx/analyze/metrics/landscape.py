@@ -64,12 +64,16 @@ def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
 
 
 def moved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that a direction moves, by name: those of layers, not biases, norms, positions or tokens."""
+    """The weights that a direction moves, by name: those of layers, not biases, norms, positions or tokens.
+
+    One that several layers share is there once, under its first name.
+    """
+    fixed = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.LayerNorm)]
+    kept = {parameter for module in fixed for parameter in module.parameters(recurse=False)}
     return {
-        f"{path}.{name}".removeprefix("."): parameter
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim > 1 and name.endswith("weight") and not isinstance(module, nn.Embedding | nn.LayerNorm)
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and name.endswith("weight") and parameter not in kept
     }
 
 
