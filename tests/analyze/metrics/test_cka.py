@@ -1,15 +1,18 @@
 """CKA: reference numbers, the U-statistic written out, and what it must not depend on."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import timm
 import torch
-from torch import Tensor
+from timm.models.resnet import BasicBlock
+from torch import Tensor, nn
 
 from reference import seq
 from run_fixture import ColourMean, digits_source, trained_deepvit
@@ -172,6 +175,47 @@ def test_units_are_compared_over_shuffled_batches_of_four_images_or_more() -> No
         measured(3)
     with pytest.raises(NotApplicable, match=r"^the network has no residual units whose outputs can be read$"):
         measured(5, ColourMean(10))
+
+
+def test_a_network_of_one_unit_has_its_embedding_beside_it() -> None:
+    class OneUnit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block, self.head = nn.Conv2d(3, 4, 8, 8), BasicBlock(4, 4), nn.Linear(4, 10)
+
+        def forward(self, images: Tensor) -> Any:
+            return self.head(self.block(self.stem(images)).mean(dim=(2, 3)))
+
+    context = MetricContext(digits_source("one", OneUnit()), open_analysis_images("digits", 6), AnalysisOptions())
+    found = measure_cka(context)
+    assert found.layers == ("embedding", "block")
+    assert found.matrix[0][1] is not None
+
+
+def test_the_bar_is_of_all_images_and_the_order_one_of_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+
+    @contextmanager
+    def recorded(title: str, total: int, *, quiet: bool) -> Any:
+        shown.append((title, total, quiet))
+        yield SimpleNamespace(update=shown.append)
+
+    monkeypatch.setattr("vitx.analyze.metrics.cka.progress", recorded)
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 16, "embed_dim": 6, "depth": 1, "num_heads": 1}
+    source = digits_source("small", timm.create_model("vit_tiny_patch16_224", num_classes=10, **size))
+    images = open_analysis_images("digits", 23)
+
+    def measured(seed: int) -> Any:
+        options = AnalysisOptions(batch_size=5, seed=seed)
+        return analyze(source, images, ("cka",), options, cache=tmp_path, quiet=True).results["cka"]
+
+    first = measured(3)
+    assert shown == [("cka", 23, True), 5, 10, 15, 20, 23]
+    assert measured(4) != first
+    assert measured(3) == first
+    assert shown[6:] == [("cka", 23, True), 5, 10, 15, 20, 23]  # the third is kept
 
 
 def test_the_widest_interval_is_of_ten_batches_or_more() -> None:

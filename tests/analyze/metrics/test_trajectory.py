@@ -1,6 +1,8 @@
 """Polar coordinates of a training, of weights made by hand and of a run folder."""
 
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reference import seq
-from run_fixture import write_run
-from vitx.analyze.metrics.trajectory import polar_trajectory, run_trajectory
+from run_fixture import ColourMean, digits_source, write_run
+from vitx.analyze.metric import AnalysisOptions, MetricContext, NotApplicable
+from vitx.analyze.metrics.trajectory import measure_trajectory, polar_trajectory, run_trajectory
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.run import RunFolder
+from vitx.data.open import open_images
 
 
 def state(*values: float, steps: int = 0) -> dict[str, Tensor]:
@@ -52,7 +56,7 @@ def test_against_flat_vectors() -> None:
 
 
 def run_with(folder: Path, changes: dict[int, float]) -> RunFolder:
-    """A run whose checkpoint of each epoch has its first bias moved by so much."""
+    """A run whose checkpoint of each epoch has its first bias moved by so much, and a statistic by its epoch."""
     run = write_run(folder / "run", "digits")
     source, record = run.checkpoint("last")
     tensors = load_file(source / "model.safetensors")
@@ -60,6 +64,7 @@ def run_with(folder: Path, changes: dict[int, float]) -> RunFolder:
         target = run.path / "checkpoints" / f"epoch-{epoch:04d}"
         target.mkdir(exist_ok=True)
         moved = {**tensors, "head.bias": tensors["head.bias"].index_add(0, torch.tensor([0]), torch.tensor([change]))}
+        moved["running_mean"] = torch.tensor([float(epoch)])
         for name in ("model.safetensors", "ema.safetensors"):
             save_file(moved, target / name)
         digests = {name: sha256_file(target / name) for name in ("model.safetensors", "ema.safetensors")}
@@ -74,6 +79,19 @@ def test_of_a_run(tmp_path: Path) -> None:
     assert found.steps == [10, 40, 120]
     assert found.radius == pytest.approx([0, 0.25, 1])
     assert found.angle == [None, pytest.approx(0, abs=1e-6), pytest.approx(0, abs=1e-6)]
+
+
+def test_the_metric_is_of_runs_with_two_checkpoints_or_more(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {1: -1.0, 4: 0.0, 12: 3.0})
+    source = replace(digits_source(str(run.path), ColourMean(4)), recipe="tests")
+    context = MetricContext(source, open_images("digits", "val").first(1), AnalysisOptions())
+    assert measure_trajectory(context) == run_trajectory(run)
+    with pytest.raises(NotApplicable, match=r"^a network without a training run has no trajectory$"):
+        measure_trajectory(context._replace(source=replace(source, recipe=None)))
+    for epoch in (4, 12):
+        shutil.rmtree(run.path / "checkpoints" / f"epoch-{epoch:04d}")
+    with pytest.raises(NotApplicable, match=r"holds 1 checkpoint: a trajectory needs the weights it began with, or an"):
+        measure_trajectory(context)
 
 
 def test_of_a_run_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +113,9 @@ def test_of_a_run_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_checkpoint_of_a_training_that_diverged_has_no_place(value: float) -> None:
     """Its radius would be no number, which no JSON holds."""
-    places = [state(1, 1), state(2, 1), state(3, 1)]
+    places = [state(1, 1, 1), state(2, 1, 1), state(3, 1, 1)]
     for index in range(3):
-        states = [*places[:index], state(1, value), *places[index + 1 :]]
+        states = [*places[:index], state(1, value, 1), *places[index + 1 :]]  # the other one of b is finite
         with pytest.raises(InputError, match=f"^the checkpoint of step {10 * index} has no place: 'b' holds NaN or"):
             polar_trajectory(states, steps=[0, 10, 20])
     assert polar_trajectory([{**each, "c": seq(0, 1) * value} for each in places], names="ab").radius[1] == 0.5
@@ -106,8 +124,16 @@ def test_a_checkpoint_of_a_training_that_diverged_has_no_place(value: float) -> 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 checkpoint of a training: a trajectory needs the first and the last"):
         polar_trajectory([state(1, 1)])
-    with pytest.raises(InputError, match="hold the same weights"):
+    with pytest.raises(
+        InputError,
+        match=r"^the first and the last checkpoint hold the same weights: there is no direction to compare with$",
+    ):
         polar_trajectory([state(1, 1), state(2, 1), state(1, 1)])
+    for index in range(1, 3):
+        states = [state(1, 1), state(2, 1), state(3, 1)]
+        states[index] = {"a": states[index]["a"]}
+        with pytest.raises(InputError, match="different networks: 'b' is not in all of them in the same shape"):
+            polar_trajectory(states)
     with pytest.raises(InputError, match="different networks: 'b' is not in all of them in the same shape"):
         polar_trajectory([state(1, 1), state(2, 1, 3)])
     with pytest.raises(InputError, match="different networks: 'c' is not in all of them in the same shape"):

@@ -66,7 +66,7 @@ def hsic_1(k_LBB: Tensor, l_MBB: Tensor) -> Tensor:
     [tr(KL) + (1ᵀK1)(1ᵀL1)/((n−1)(n−2)) − 2/(n−2)·1ᵀKL1] / (n(n−3)) (Nguyen et al., eq. 3).
     """
     n = k_LBB.shape[-1]
-    rows_k, rows_l = k_LBB.sum(dim=-1), l_MBB.sum(dim=-1)
+    rows_k, rows_l = k_LBB.sum(dim=2), l_MBB.sum(dim=2)
     trace = k_LBB.flatten(1) @ l_MBB.flatten(1).T
     totals = torch.outer(rows_k.sum(dim=-1), rows_l.sum(dim=-1))
     return (trace + totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * rows_k @ rows_l.T) / (n * (n - 3))
@@ -126,10 +126,8 @@ def _alignment(cross_LM: Tensor, own_L: Tensor, own_M: Tensor) -> Tensor:
 
 def _own(grams_LBB: Tensor) -> Tensor:
     """HSIC₁ of each layer with itself: (L,); 0 where only rounding keeps it from 0."""
-    n = grams_LBB.shape[-1]
     own = torch.stack([hsic_1(gram[None], gram[None])[0, 0] for gram in grams_LBB])
-    squares = grams_LBB.square().sum(dim=(-2, -1)) / (n * (n - 3))
-    return torch.where(own > EQUALLY_FAR * squares, own, 0.0)
+    return torch.where(own > EQUALLY_FAR * grams_LBB.square().mean(dim=(1, 2)), own, 0.0)
 
 
 def _require_same_images(features: Sequence[Tensor]) -> None:
