@@ -1,0 +1,114 @@
+"""Which rows a kind of study has, what it writes of them, and settings that none of them would keep."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitx.core.errors import InputError
+from vitx.core.files import write_bytes
+from vitx.train.options import StudyKind
+from vitx.train.study import run_study as module
+from vitx.train.study.result import StudyResult, Variant
+from vitx.train.study.run_study import run_study
+from vitx.train.study.study import Study
+from vitx.train.study.variants import STUDIES, depth_variants
+
+
+def make_study(folder: Path, kind: StudyKind, *overrides: str) -> Study:
+    return Study(kind, "digits-deit", folder / "study", (0,), overrides=overrides, device="cpu", quiet=True)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was trained: the study, and its rows unless the rule finds them; `rows` of the results are "rows"."""
+    made: list[Any] = []
+
+    def compare(study: Study, variants: Sequence[Variant]) -> StudyResult:
+        made.append((study, variants))
+        return StudyResult.model_construct(rows=("rows",))
+
+    def study_alternet(study: Study) -> StudyResult:
+        made.append(study)
+        return StudyResult.model_construct(rows=("steps",))
+
+    monkeypatch.setattr(module, "compare", compare)
+    monkeypatch.setattr(module, "study_alternet", study_alternet)
+    monkeypatch.setattr(module, "draw_study", lambda result: f"figure of {result.rows[0]}")
+    monkeypatch.setattr(module, "png", str.encode)
+    return made
+
+
+def test_a_study_is_of_its_kinds_rows_and_is_drawn(tmp_path: Path, trained: list[Any]) -> None:
+    study = make_study(tmp_path, "precision")
+    study.out.mkdir()
+    assert run_study(study).rows == ("rows",)  # type: ignore[comparison-overlap]
+    assert trained == [(study, STUDIES["precision"].variants(study.base))]
+    assert (study.out / "study.png").read_bytes() == b"figure of rows"
+
+
+def test_a_study_of_depth_has_the_depths_that_are_given(tmp_path: Path, trained: list[Any]) -> None:
+    study = make_study(tmp_path, "depth")
+    run_study(study, (1, 3))
+    run_study(study)
+    assert [variants for _, variants in trained] == [depth_variants((1, 3)), depth_variants((6, 12, 24, 32))]
+
+
+def test_the_build_up_finds_its_rows_itself(tmp_path: Path, trained: list[Any]) -> None:
+    study = make_study(tmp_path, "alternet")
+    write_bytes(study.out / "study.png", b"of before")
+    assert run_study(study).rows == ("steps",)  # type: ignore[comparison-overlap]
+    assert trained == [study]
+    assert (study.out / "study.png").read_bytes() == b"figure of steps"
+
+
+def test_without_a_run_that_ended_there_is_no_figure(
+    tmp_path: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "compare", lambda *_: StudyResult.model_construct(rows=()))
+    study = make_study(tmp_path, "precision")
+    assert run_study(study).rows == ()
+    assert not study.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "key"),
+    [
+        ("precision", "model.kwargs.depth=4", "model.kwargs.depth"),
+        ("losses", "losses.contrastive=2", "losses.contrastive"),
+        ("depth", "model.kwargs.attention=talking-heads", "model.kwargs.attention"),
+    ],
+)
+def test_a_setting_that_every_row_replaces_is_refused(
+    tmp_path: Path, trained: list[Any], kind: StudyKind, setting: str, key: str
+) -> None:
+    study = make_study(tmp_path, kind, "epochs=3", setting)
+    with pytest.raises(InputError, match=rf"^--set {setting} has no effect: every row of the study has a {key} of its"):
+        run_study(study)
+    assert trained == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("precision", "model.kwargs.num_heads=1"),  # of no row
+        ("ablation", "cutmix.probability=0.5"),  # of one row
+        ("ablation", "losses.cosine=0.25"),  # of every row, whose weight it is
+        ("losses", "losses.cosine=0"),  # of every row, and the recipe's anyway
+    ],
+)
+def test_a_setting_that_a_row_keeps_or_that_changes_nothing_is_taken(
+    tmp_path: Path, trained: list[Any], kind: StudyKind, setting: str
+) -> None:
+    study = make_study(tmp_path, kind, setting)
+    run_study(study)
+    assert [each for each, _ in trained] == [study]
+
+
+def test_what_a_setting_does_beside_the_others_counts(tmp_path: Path, trained: list[Any]) -> None:
+    """The recipe without it is that of the same file, images, device and other settings."""
+    study = make_study(tmp_path, "depth", "model.kwargs.depth=2", "epochs=3")
+    study.data, study.device = "digits", "auto"
+    with pytest.raises(InputError, match=r"^--set model\.kwargs\.depth=2 has no effect"):
+        run_study(study)
