@@ -120,7 +120,9 @@ def known(tmp_path: Path, depths: str, *overrides: str) -> Study:
     )
 
 
-def test_the_study_follows_the_rule_on_means_over_seeds(tmp_path: Path) -> None:
+def test_the_study_follows_the_rule_on_means_over_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[list[str]] = []
+    monkeypatch.setattr(KnownStudy, "check", lambda _, variants: checked.append([each.name for each in variants]))
     result = study_alternet(known(tmp_path, "[1,1,2,2]"))
     assert [(step["attention_depths"], step["kept"]) for step in result.steps] == [
         ((0, 0, 0, 0), True),
@@ -128,6 +130,10 @@ def test_the_study_follows_the_rule_on_means_over_seeds(tmp_path: Path) -> None:
         ((0, 0, 1, 1), False),  # equal but for the order of the sum
     ]
     assert [row.name for row in result.rows] == ["msa-0-0-0-0", "msa-0-0-0-1", "msa-0-0-1-1"]
+    assert [(step["top1"], step["nll"]) for step in result.steps] == [
+        (pytest.approx(row.top1.mean), 0.5) for row in result.rows
+    ]
+    assert checked == [[row.name] for row in result.rows]  # each before it is trained
 
 
 def test_a_step_that_cannot_be_trained_ends_the_study(tmp_path: Path) -> None:

@@ -86,7 +86,11 @@ def test_a_row_has_a_mark_for_each_run_and_one_at_their_mean() -> None:
         assert_allclose([mixed, mean_of_mixed[0]], [[of_mixed]] * 2)
         assert mean_of_mixed[1] == [1]
         assert axes.yaxis_inverted()  # the first row is on top
+        of_runs, of_mean, of_first = axes.lines[:3]
+        assert of_runs.get_markerfacecolor() == "none"  # runs of one result are seen behind each other
+        assert of_first.get_zorder() < min(of_runs.get_zorder(), of_mean.get_zorder())
     assert [ticks(axes) for axes in (top1, similarity, spread, blocks)] == [["plain", "mixed"], *[["", ""]] * 3]
+    assert blocks.get_aspect() == "auto"  # a row is as high as those of the marks
     (image,) = blocks.images
     drawn: Any = np.ma.filled(np.ma.asarray(image.get_array()), np.nan)
     assert_allclose(drawn, [[0.2, 0.3, 0.4, 0.5], [0.1, 0.2, np.nan, np.nan]])
@@ -153,8 +157,18 @@ def test_the_build_up_is_a_staircase_of_what_was_kept() -> None:
     ]
     (axes,) = draw_study(result("alternet", [score("msa-0-0", 0, 0.5, 0)], steps)).axes
     assert lines(axes) == [([0, 1, 2], [50, 75, 75]), ([0, 1], [50, 75]), ([2], [25])]
+    assert axes.lines[0].get_drawstyle() == "steps-post"  # the best so far stays until a step is kept
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0 0", "0 1", "1 1"]
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["kept", "taken back"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("attention units of each stage", "top-1 (%)")
+
+
+def test_a_long_build_up_has_room_for_the_names_of_its_steps() -> None:
+    def width(count: int) -> float:
+        steps = [{"attention_depths": [0, 0, 0, 0], "top1": 0.5, "kept": True}] * count
+        figure = draw_study(result("alternet", [score("msa-0-0", 0, 0.5, 0)], steps))
+        return float(figure.get_figwidth())
+
+    assert [width(1), width(10), width(20)] == pytest.approx([5.04, 12, 24])
