@@ -36,7 +36,7 @@ def test_a_range_is_a_number_or_two(given: Any, found: tuple[int, int]) -> None:
     "given", [(8, 2), (0, 3), (-1, 2), "0", "0:3", "8:2", "-1:2", "a", "1:b", ":4", "4:", "²", "1:2:3", ""]
 )
 def test_no_range(given: str | tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="^expected a number such as 4, or a least and a most such as 2:8$"):
+    with pytest.raises(ValueError, match=r"^expected a number such as 4, or a least and a most such as 2:8$"):
         number_range(given)
 
 
@@ -45,7 +45,7 @@ def test_batch_sizes_of_a_text() -> None:
     assert parse_batch_sizes((4,)) == (4,)
     assert parse_batch_sizes("1,65536") == (1, 65536)
     for wrong in ("0", "1,0", "1,,2", "", "x", "-1", "1.5", "1,65537"):
-        with pytest.raises(ValueError, match="^expected batch sizes such as 1,8,32, at most 65,536$"):
+        with pytest.raises(ValueError, match=r"^expected batch sizes such as 1,8,32, at most 65,536$"):
             parse_batch_sizes(wrong)
 
 
