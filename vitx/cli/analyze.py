@@ -63,9 +63,9 @@ def _print_findings(analyses: "list[Analysis]") -> None:
             print(f"no finding of {name}: {counted(sum(findings.tests.values()), 'test')}")
     if len(analyses) == 2:
         compared = differences(analyses[0].results, analyses[1].results)
-        rows = [(each.quantity, difference_text(each)) for each in compared]
-        if rows:
-            print_table(f"{names[1]} less {names[0]}", ("number", "difference"), rows)
+        changes = [(each.quantity, difference_text(each)) for each in compared]
+        if changes:
+            print_table(f"{names[1]} less {names[0]}", ("number", "difference"), changes)
         else:
             print(f"{names[1]} less {names[0]}: nothing was measured of both on ten images or more")
 

@@ -21,7 +21,15 @@ from vitx.analyze.activations import stream_activations
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.intervals import resampled_means
 from vitx.analyze.metric import MetricContext, NotApplicable
-from vitx.analyze.metrics.cka import MinibatchCKA, cka_matrix, grams_of, hsic_1, linear_cka, measure_cka
+from vitx.analyze.metrics.cka import (
+    MinibatchCKA,
+    cka_matrix,
+    cka_of_networks,
+    grams_of,
+    hsic_1,
+    linear_cka,
+    measure_cka,
+)
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import InputError
 from vitx.data.image_set import ImageSet
@@ -51,6 +59,10 @@ def test_hsic_is_the_mean_over_quadruples() -> None:
 def test_rotation_scale_and_shift_change_nothing() -> None:
     rotation = torch.linalg.qr(seq(0.4, 5, 5))[0]
     assert linear_cka(X, 3 * X @ rotation + 7).item() == pytest.approx(1, abs=1e-9)
+
+
+def test_float16_is_widened_before_its_products_overflow() -> None:
+    assert linear_cka((1000 * X).half(), Y).item() == pytest.approx(linear_cka(X, Y).item(), abs=2e-3)
 
 
 def test_float32_of_large_means_keeps_its_digits() -> None:
@@ -166,15 +178,17 @@ def test_units_are_compared_over_shuffled_batches_of_four_images_or_more() -> No
     for batch in [*passed][:-1]:
         by_hand.add([batch.streams[name] for name in names])
 
-    def measured(batch_size: int, model: Any = model) -> SimilarityMatrix:
-        options = AnalysisOptions(batch_size=batch_size, seed=3)
-        return measure_cka(MetricContext(replace(source, model=model), images, options))
+    def measured(batch_size: int) -> SimilarityMatrix:
+        return measure_cka(MetricContext(source, images, AnalysisOptions(batch_size=batch_size, seed=3)))
 
     assert measured(5) == cka_matrix(by_hand, names, names)
+    assert measured(4).matrix[0][0] == pytest.approx(1)
     with pytest.raises(NotApplicable, match=r"^no batch of 4 images or more$"):
         measured(3)
-    with pytest.raises(NotApplicable, match=r"^the network has no residual units whose outputs can be read$"):
-        measured(5, ColourMean(10))
+    colours = replace(source, model=ColourMean(10))
+    for sources in ([colours], [source, colours], [colours, source]):
+        with pytest.raises(NotApplicable, match=r"^the network has no residual units whose outputs can be read$"):
+            cka_of_networks(sources, images, AnalysisOptions(), "CKA", quiet=True)
 
 
 def test_a_network_of_one_unit_has_its_embedding_beside_it() -> None:
@@ -231,6 +245,7 @@ def test_the_widest_interval_is_of_ten_batches_or_more() -> None:
     ratios = resampled[:, 0, 1] / np.sqrt(resampled[:, 0, 0] * resampled[:, 1, 1])
     low, high = np.quantile(ratios, (0.025, 0.975))
     assert cka.widest() == pytest.approx((high - low) / 2)
+    assert cka_matrix(cka, "ab", "ab").widest == cka.widest()
 
 
 def test_what_was_measured_between_two_networks_is_kept(tmp_path: Path) -> None:

@@ -56,11 +56,9 @@ def test_a_spectrum_is_the_diagonal_of_numpys_transform_less_its_constant_part()
     steps = {name: highest[name] - highest[before] for before, name in pairwise(UNITS)}
     assert found.step == pytest.approx({name: each.mean() for name, each in steps.items()}, abs=1e-4)
     same_as(found.intervals, {"highest": layer_intervals(highest), "step": layer_intervals(steps)})
-    (said,) = found.per_image.items()
-    assert said == (
-        "log amplitude at the highest frequency, last unit",
-        pytest.approx(rounded(highest[UNITS[-1]]), abs=1e-4),
-    )
+    ((name, values),) = found.per_image.items()
+    assert name == "log amplitude at the highest frequency, last unit"
+    assert values == pytest.approx(rounded(highest[UNITS[-1]]), abs=1e-4)
 
 
 def test_a_variance_is_numpys_over_space_image_by_image() -> None:

@@ -45,7 +45,7 @@ def linear_cka(x_BP: Tensor, y_BQ: Tensor, *, unbiased: bool = True) -> Tensor:
     _require_same_images([x_BP, y_BQ])
     grams = torch.stack([_gram(x_BP), _gram(y_BQ)])
     hsic = torch.einsum("lij,mij->lm", grams, grams)
-    return _alignment(hsic[:1, 1:], hsic[0, :1], hsic[1, 1:])[0, 0]
+    return _alignment(hsic, hsic.diagonal(), hsic.diagonal())[0, 1]
 
 
 def grams_of(features: Sequence[Tensor]) -> Tensor:
