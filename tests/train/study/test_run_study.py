@@ -9,11 +9,12 @@ import pytest
 from vitx.core.errors import InputError
 from vitx.core.files import write_bytes
 from vitx.train.options import StudyKind
+from vitx.train.recipes.recipe import Recipe
 from vitx.train.study import run_study as module
 from vitx.train.study.result import StudyResult, Variant
 from vitx.train.study.run_study import run_study
 from vitx.train.study.study import Study
-from vitx.train.study.variants import STUDIES, depth_variants
+from vitx.train.study.variants import STUDIES, Published, depth_variants
 
 
 def make_study(folder: Path, kind: StudyKind, *overrides: str) -> Study:
@@ -106,9 +107,26 @@ def test_a_setting_that_a_row_keeps_or_that_changes_nothing_is_taken(
     assert [each for each, _ in trained] == [study]
 
 
-def test_what_a_setting_does_beside_the_others_counts(tmp_path: Path, trained: list[Any]) -> None:
-    """The recipe without it is that of the same file, images, device and other settings."""
-    study = make_study(tmp_path, "depth", "model.kwargs.depth=2", "epochs=3")
-    study.data, study.device = "digits", "auto"
-    with pytest.raises(InputError, match=r"^--set model\.kwargs\.depth=2 has no effect"):
+def test_the_recipe_without_a_setting_is_that_of_the_same_images_device_and_other_settings(
+    tmp_path: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = make_study(tmp_path, "ablation")
+    study.data, study.device = "d", "cuda"
+    study.overrides = ("first=1", "k=a=b", "last=2")
+    resolved: list[Any] = []
+
+    def resolve(name: str, **given: Any) -> Recipe:
+        resolved.append((name, given))
+        return study.base.model_copy(update={"epochs": 99})
+
+    def rows(*overrides: tuple[str, ...]) -> None:
+        published = Published(lambda _: [Variant(each[0], each) for each in overrides], "")
+        monkeypatch.setitem(STUDIES, "ablation", published)
         run_study(study)
+
+    monkeypatch.setattr(module, "resolve_recipe", resolve)
+    rows(("x=1", "k=c=d"), ("x=2", "first=3"))  # not every row has one
+    assert resolved == []
+    with pytest.raises(InputError, match=r"^--set k=a=b has no effect: every row of the study has a k of its own$"):
+        rows(("x=1", "k=c=d"), ("k=e", "x=2"))
+    assert resolved == [("digits-deit", {"data": "d", "overrides": ("first=1", "last=2"), "device": "cuda"})]
