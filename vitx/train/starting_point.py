@@ -14,7 +14,7 @@ from vitx.data.open import open_images
 from vitx.models.device import choose_device
 from vitx.models.source import PREFIX, SourceRequest, preprocessing_of
 from vitx.train.recipes.photos import Photographs
-from vitx.train.recipes.recipe import DERIVED_ARGUMENTS, ModelChoice, Recipe
+from vitx.train.recipes.recipe import DERIVED_ARGUMENTS, ModelChoice, Recipe, from_root
 
 MEASURED_IMAGES = 64
 
@@ -27,7 +27,7 @@ def begun_from(recipe: Recipe, source: str) -> Recipe:
     """
     if source.startswith(PREFIX):
         return _from_published(recipe, SourceRequest(source))
-    path = Path(source).absolute()
+    path = Path(from_root(source))
     if path.is_dir():
         kinds = () if RunFolder(path).exists() else ("*.safetensors", "*.bin", "*.pth")
         if weights := sorted(each for kind in kinds for each in path.glob(kind)):  # as timm and transformers save one

@@ -251,6 +251,32 @@ def test_a_folder_of_images_gets_its_own_augmentation() -> None:
     assert get_recipe("digits-deit").on_data("digits") == get_recipe("digits-deit")
 
 
+def test_a_run_is_resumed_by_any_way_to_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "photos" / "bark"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    of_teacher = [f"distillation.teacher={name}" for name in ("../teacher", "timm:resnet18@../../weights")]
+    begun = resolve_recipe("digits-deit", data="../../photos", overrides=of_teacher[:1])
+    assert begun.data == str(tmp_path / "photos")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.json").write_text(begun.changed({"distillation.teacher": "/teacher"}).model_dump_json())
+    again = resolve_recipe("digits-deit", data="..", resumed=run, overrides=of_teacher[:1])
+    assert again.distillation.teacher == str(tmp_path / "photos" / "teacher")
+    assert again.changed({"distillation.teacher": begun.distillation.teacher}) == begun
+    other = resolve_recipe("digits-deit", data="..", resumed=run, overrides=of_teacher[1:])
+    assert other.distillation.teacher == f"timm:resnet18@{tmp_path / 'weights'}"
+    # What a run of before has, "..", is the run's own still.
+    kept = begun.changed({"data": f"{inside}/.."})
+    (run / "recipe.json").write_text(kept.model_dump_json())
+    for same in (None, "..", "../../photos", str(tmp_path / "photos")):
+        assert resolve_recipe("digits-deit", data=same, resumed=run) == kept
+    assert resolve_recipe("digits-deit", data=".", resumed=run).data == str(inside)
+    assert resolve_recipe(None, resumed=run) == kept
+    (tmp_path / "photos" / "weights").touch()
+    assert resolve_recipe("digits-deit", start="../weights").model.initial_checkpoint == f"{inside.parent}/weights"
+
+
 @pytest.mark.parametrize(
     "changed",
     [

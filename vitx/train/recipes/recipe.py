@@ -127,9 +127,15 @@ class Recipe(Record):
         Other images get random crops and flips instead of the rotations and shifts of the digits' recipes: photographs
         may be mirrored, digits may not.
         """
-        place = data if data in NAMED_SETS else str(Path(data).absolute())
+        place = data if data in NAMED_SETS else from_root(data)
         crops = Augmentation(smallest_crop=0.35, flip=0.5) if self.data == "digits" != data else self.augmentation
         return self.model_copy(update={"data": place, "augmentation": crops})
+
+
+def from_root(path: str) -> str:
+    """An absolute path, for a run is resumed from any folder; one by ".." is resolved: all ways to a folder are it."""
+    absolute = Path(path).absolute()
+    return str(absolute.resolve() if ".." in absolute.parts else absolute)
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

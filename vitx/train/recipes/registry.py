@@ -8,7 +8,7 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.train.recipes import imagenet
 from vitx.train.recipes.digits import digits_alternet, digits_deepvit, digits_deit, digits_patchvit
 from vitx.train.recipes.photos import fitted, photos
-from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, apply_overrides, read_recipe
+from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, apply_overrides, from_root, read_recipe
 from vitx.train.recipes.recipe_file import read_settings, with_settings
 
 # A recipe has the name of its function, with dashes.
@@ -74,15 +74,15 @@ def resolve_recipe(
 
     file: TOML or JSON (`recipe_file`); its `name` is the recipe where none is given, its `data` the images. start:
     weights to fine-tune (`starting_point.begun_from`). device: where the run will be, to which `photos` is fitted.
-    With a run folder `resumed` the overrides apply to its recipe.json, so that what the first start was given need not
-    be given again. Raises InputError for what cannot be used.
+    With a run folder `resumed` the overrides apply to its recipe.json, so that what the first start was given, the name
+    too, need not be given again. Raises InputError for what cannot be used.
     """
     settings = read_settings(file) if file is not None else {}
-    name = name or settings.get("name")
+    stored = read_recipe(resumed) if resumed is not None and (resumed / RECIPE_FILE).is_file() else None
+    name = name or settings.get("name") or (stored and stored.name)
     if not isinstance(name, str):
         raise InputError('no recipe: expected a name, such as photos, or --recipe FILE with one (name = "photos")')
     recipe = get_recipe(name)
-    stored = read_recipe(resumed) if resumed is not None and (resumed / RECIPE_FILE).is_file() else None
     goes_on = stored is not None and stored.name == name
     if stored is not None and goes_on:
         recipe = stored
@@ -90,7 +90,7 @@ def resolve_recipe(
     data = settings.get("data", recipe.data) if data is None else data
     if not isinstance(data, str) or (recipe.data and not data):  # empty such as of a variable that is not set
         raise InputError(f"{given} is {data!r}: expected a text, such as the path of a folder of images")
-    if data and recipe.on_data(data).data != recipe.data:
+    if data and recipe.on_data(data).data != (recipe.data and recipe.on_data(recipe.data).data):
         recipe = recipe.on_data(data)
     if not recipe.data:
         raise InputError(f"recipe '{name}' has no images of its own: give --data FOLDER, with a folder for each class")
@@ -106,9 +106,9 @@ def resolve_recipe(
 def _from_any_folder(teacher: str) -> str:
     """`distillation.teacher` by an absolute path: a run that is resumed needs it, wherever it is resumed from."""
     if not teacher.startswith("timm:"):
-        return str(Path(teacher).absolute())
+        return from_root(teacher)
     network, at, file = teacher.partition("@")
-    return f"{network}{at}{Path(file).absolute()}" if at else teacher
+    return f"{network}{at}{from_root(file)}" if at else teacher
 
 
 def _fitted(recipe: Recipe, start: str | None, device: str, *, goes_on: bool) -> Recipe:
