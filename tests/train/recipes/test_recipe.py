@@ -274,7 +274,17 @@ def test_a_run_is_resumed_by_any_way_to_its_images(tmp_path: Path, monkeypatch: 
     assert resolve_recipe("digits-deit", data=".", resumed=run).data == str(inside)
     assert resolve_recipe(None, resumed=run) == kept
     (tmp_path / "photos" / "weights").touch()
-    assert resolve_recipe("digits-deit", start="../weights").model.initial_checkpoint == f"{inside.parent}/weights"
+    for from_weights in (
+        resolve_recipe("digits-deit", start="../weights"),
+        resolve_recipe("digits-deit", overrides=["model.initial_checkpoint=../weights"]),
+    ):
+        assert from_weights.model.initial_checkpoint == f"{inside.parent}/weights"
+    for unchanged in ("timm", "weights"):  # published, and of the run itself, as one of before has it
+        kept = begun.changed({"model.initial_checkpoint": unchanged})
+        (run / "recipe.json").write_text(kept.model_dump_json())
+        again = resolve_recipe("digits-deit", resumed=run, overrides=[f"model.initial_checkpoint={unchanged}"])
+        assert again == kept
+    assert resolve_recipe("digits-deit", overrides=["model.initial_checkpoint=timm"]).model.initial_checkpoint == "timm"
 
 
 @pytest.mark.parametrize(

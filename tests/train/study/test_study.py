@@ -66,7 +66,8 @@ def test_every_study_trains_at_minimal_size(
     ]
     assert result.paper == STUDIES[kind].paper  # type: ignore[index]
     assert result.here.startswith("deit_digits, weight_init=jax")
-    assert "18 images of 3 classes, 32 px, 1 epoch at batch 6, 1 seed" in result.here
+    pixels = 48 if kind == "finetune" else 32
+    assert f"18 images of 3 classes, {pixels} px, 1 epoch at batch 6, 1 seed" in result.here
     assert (tmp_path / "study" / "study.png").is_file()
 
 

@@ -79,7 +79,7 @@ def resolve_recipe(
     """
     settings = read_settings(file) if file is not None else {}
     stored = read_recipe(resumed) if resumed is not None and (resumed / RECIPE_FILE).is_file() else None
-    name = name or settings.get("name") or (stored and stored.name)
+    name = name or settings.get("name") or (stored.name if stored else None)
     if not isinstance(name, str):
         raise InputError('no recipe: expected a name, such as photos, or --recipe FILE with one (name = "photos")')
     recipe = get_recipe(name)
@@ -98,17 +98,22 @@ def resolve_recipe(
         recipe = _fitted(recipe, start, device, goes_on=goes_on)
     if file is not None:
         recipe = with_settings(recipe, settings, file)
-    recipe = apply_overrides(recipe, overrides)
-    teacher, before = recipe.distillation.teacher, stored.distillation.teacher if stored is not None else ""
-    return recipe if teacher in ("", before) else recipe.changed({"distillation.teacher": _from_any_folder(teacher)})
+    return _from_any_folder(apply_overrides(recipe, overrides), stored)
 
 
-def _from_any_folder(teacher: str) -> str:
-    """`distillation.teacher` by an absolute path: a run that is resumed needs it, wherever it is resumed from."""
-    if not teacher.startswith("timm:"):
-        return from_root(teacher)
-    network, at, file = teacher.partition("@")
-    return f"{network}{at}{from_root(file)}" if at else teacher
+def _from_any_folder(recipe: Recipe, stored: Recipe | None) -> Recipe:
+    """The recipe with the teacher and the initial weights by absolute paths, but those that the run had `stored`.
+
+    A run that is resumed needs its teacher, and a copy of recipe.json both, wherever they are used from.
+    """
+    teacher, weights = recipe.distillation.teacher, recipe.model.initial_checkpoint
+    changed = {}
+    if teacher not in ("", stored and stored.distillation.teacher):
+        network, at, file = teacher.partition("@") if teacher.startswith("timm:") else ("", "", teacher)
+        changed["distillation.teacher"] = f"{network}{at}{from_root(file)}" if file else teacher
+    if weights not in ("", "timm", stored and stored.model.initial_checkpoint):
+        changed["model.initial_checkpoint"] = from_root(weights)
+    return recipe.changed(changed)
 
 
 def _fitted(recipe: Recipe, start: str | None, device: str, *, goes_on: bool) -> Recipe:

@@ -16,6 +16,7 @@ from vitx.data.open import open_splits
 from vitx.train.loop.environment import DataRecord
 from vitx.train.loop.network import build_network, load_initial_weights, model_spec
 from vitx.train.options import StudyKind
+from vitx.train.recipes.recipe import apply_overrides
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.result import Score, StudyResult, Variant, rows_of
 from vitx.train.study.trials import Runner, Trial
@@ -123,17 +124,18 @@ class Study:
             steps=tuple(steps),
             failed=dict(self.failed),
             paper=STUDIES[self.kind].paper,
-            here=self._scale(),
+            here=self._scale(variants),
         )
 
-    def _scale(self) -> str:
-        """What is trained here, to be read beside what the paper trained."""
+    def _scale(self, variants: Sequence[Variant]) -> str:
+        """What is trained here, to be read beside what the paper trained; the image size is the rows' own."""
         recipe, images = self.base, self.train_images
+        sizes = {apply_overrides(recipe, variant.overrides).preprocessing.image_size for variant in variants}
         arguments = "".join(f", {name}={value}" for name, value in recipe.model.kwargs.items())
         epochs, seeds = counted(recipe.epochs, "epoch"), counted(len(self.seeds), "seed")
         return (
             f"{recipe.model.name}{arguments}; {len(images)} images of {len(images.class_names)} classes, "
-            f"{recipe.preprocessing.image_size} px, {epochs} at batch {recipe.batch_size}, {seeds}"
+            f"{', '.join(map(str, sorted(sizes)))} px, {epochs} at batch {recipe.batch_size}, {seeds}"
         )
 
     def write(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
