@@ -117,7 +117,8 @@ def test_every_trial_is_looked_at_and_a_network_built_once(
     tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are looked at for runs that would begin with them, and not for those that go on."""
-    study = make_study(tmp_path, image_folder, overrides=(*SETTINGS, "model.initial_checkpoint=first.safetensors"))
+    first = tmp_path / "first.safetensors"
+    study = make_study(tmp_path, image_folder, overrides=(*SETTINGS, f"model.initial_checkpoint={first}"))
     said: list[tuple[Any, ...]] = []
     images = {"train": DataRecord.of(study.train_images), "val": DataRecord.of(study.val_images)}
 
@@ -140,7 +141,7 @@ def test_every_trial_is_looked_at_and_a_network_built_once(
     assert said == [
         ("looked at", "plain-seed4"),
         ("looked at", "cosine-seed4"),
-        ("weights", 4, 3, "first.safetensors"),
+        ("weights", 4, 3, str(first)),
         ("looked at", "plain-seed7"),
         ("looked at", "cosine-seed7"),
     ]
