@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitx.models
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, command_line, report_header, save_report, some_of, verdict
 from support.turns import take_turns
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.curvature import hessian, hessian_eigenvalues
@@ -238,7 +238,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the networks of (a)")
     parser.add_argument("--batch", type=int, default=64, help="images of the Hessian of (a)")
     parser.add_argument("--pairs", type=int, default=5, help="of (b)")
@@ -246,12 +246,13 @@ def main() -> int:
     torch.set_num_threads(1)
     report = report_header()
     print(json.dumps(report["machine"]))
-    for part in arguments.parts.split(","):
+    for part in arguments.parts:
         title, measure = PARTS[part]
         if part == "a":
             report["versions"]["pyhessian"] = metadata.version("pyhessian")
         report[title] = measure(arguments)
-    return 0 if all_hold(save_report(report, arguments.json)) else 1
+    save_report(report, arguments.json)
+    return 0 if all_hold(report) else 1
 
 
 if __name__ == "__main__":

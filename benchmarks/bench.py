@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from support.targets import command_line, merged, report_header, write_report
+from support.targets import command_line, exit_code, merged, report_header, some_of, write_report
 from support.turns import take_turns
 from vitx.bench import bench_bundle, random_images
 from vitx.bench.autotune import tune
@@ -118,15 +118,14 @@ def share_change(first: LatencyPoint, second: LatencyPoint) -> float:
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("bundles", nargs="+", type=Path)
-    parser.add_argument("--parts", default="a,b,c,d")
+    parser.add_argument("--parts", type=some_of("abcd"), default=[*"abcd"])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", default=",".join(str(threads) for threads in sorted({1, usable_cores()})))
     arguments = parser.parse_args()
     known = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
     command = "python benchmarks/bench.py " + " ".join(Path(word).name for word in sys.argv[1:])
     report: dict[str, Any] = {**report_header(), "commands": [*known.get("commands", []), command]}
-    parts = arguments.parts.split(",")
-    if "a" in parts:
+    if "a" in arguments.parts:
         report["overhead"] = overhead(Bundle.open(arguments.bundles[0]))
         print(json.dumps(report["overhead"]), flush=True)
     for part, title, measure in (
@@ -134,7 +133,7 @@ def main() -> int:
         ("c", "sweep", lambda path: measure_sweeps(path, map(int, arguments.threads.split(",")))),
         ("d", "tuning", measure_tuning),
     ):
-        if part in parts:
+        if part in arguments.parts:
             report[title] = {}
             for path in arguments.bundles:
                 report[title][path.stem] = measure(path)
@@ -174,4 +173,4 @@ def targets_met(report: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

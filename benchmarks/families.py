@@ -39,7 +39,7 @@ from reference import randomize_like_trained
 from support.as_exported import export_as_it_comes, paired
 from support.onnx_session import cpu_session
 from support.simplifiers import SIMPLIFIERS, compute_nodes, removed_by
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, command_line, report_header, save_report, some_of, verdict
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.export import ALL, ImageClassifier, onnx_from_model
@@ -172,7 +172,7 @@ def described(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--families", type=some_of(FAMILIES), default=[*FAMILIES])
     parser.add_argument("--repeats", type=int, default=9, help="pairs of calls")
     parser.add_argument("--certify", action="store_true", help="the verdicts of the networks' certificates instead")
     arguments: argparse.Namespace = parser.parse_args()
@@ -180,7 +180,7 @@ def main() -> int:
     report: dict[str, Any] = report_header()
     report["versions"] |= {name: metadata.version(name) for name in SIMPLIFIERS}
     print(json.dumps(report["machine"]))
-    for family in arguments.families.split(","):
+    for family in arguments.families:
         with tempfile.TemporaryDirectory() as folder:
             if arguments.certify:
                 row = certify(*FAMILIES[family], Path(folder))

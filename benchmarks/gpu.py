@@ -54,6 +54,7 @@ try:
     )
     from support.gpu_runtimes import onnxruntime_run, tensorrt_run
     from support.gpu_timing import PRECISIONS, device_times, product_rate
+    from support.targets import some_of
     from support.turns import turn_order
     from vitx.bench.energy import gpu_energy
     from vitx.core.errors import VitxError
@@ -284,22 +285,13 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-        def split(text: str) -> list[str]:
-            found = text.split(",")
-            if unknown := set(found) - set(known):
-                raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
-            return found
-
-        return split
-
     day = datetime.now(UTC).date()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{day}-gpu.json")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
-    parser.add_argument("--precisions", type=names(tuple(PRECISIONS)), default=["fp16"])
+    parser.add_argument("--precisions", type=some_of(PRECISIONS), default=["fp16"])
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=list(BATCHES))
-    parser.add_argument("--runtimes", type=names(RUNTIMES), default=list(RUNTIMES))
+    parser.add_argument("--runtimes", type=some_of(RUNTIMES), default=list(RUNTIMES))
     parser.add_argument("--seconds", type=float, default=1.0, help="of each row, by the device's clock")
     parser.add_argument("--data", default="digits", help="images of the parity check")
     parser.add_argument("--parity", type=int, default=256, help="how many of them")

@@ -43,7 +43,7 @@ import vitx.models
 from support.as_exported import export_as_it_comes, paired
 from support.onnx_session import cpu_session
 from support.process_tree import peak_resident_bytes, seconds_of
-from support.targets import all_hold, command_line, merged, report_header, verdict, write_report
+from support.targets import all_hold, command_line, exit_code, merged, report_header, some_of, verdict, write_report
 from support.turns import take_turns
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.preprocess import Preprocessing
@@ -197,7 +197,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--parts", default="a,b,c,d")
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*"abcd"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument(
         "--repeats", type=int, default=15, help="pairs of calls (a, b, e); three times as many at batch 1"
@@ -211,7 +211,7 @@ def main() -> int:
     report = {**report_header(), "commands": {}}  # and when each ended
     report["versions"]["tensorrt-rtx"] = metadata.version("tensorrt-rtx")
     print(json.dumps(report["machine"]))
-    for part in arguments.parts.split(","):
+    for part in arguments.parts:
         title, measure = PARTS[part]
         with tempfile.TemporaryDirectory() as folder:
             report[title] = measure(arguments, Path(folder))
@@ -224,4 +224,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

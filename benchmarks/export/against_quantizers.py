@@ -31,7 +31,7 @@ import onnx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from quantization import digits_run
-from support.targets import command_line, report_header, save_report
+from support.targets import command_line, exit_code, report_header, save_report
 from vitx.core.errors import VitxError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
@@ -178,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -37,7 +37,7 @@ import vitx.models
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.onnx_session import cpu_session
-from support.targets import command_line, report_header, verdict, write_report
+from support.targets import command_line, exit_code, report_header, verdict, write_report
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
@@ -184,4 +184,4 @@ def main() -> None:
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    raise SystemExit(exit_code(main))

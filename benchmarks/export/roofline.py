@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from layer_tables import NETWORKS, lowered
 
 import vitx.models
-from support.targets import command_line, report_header, save_report
+from support.targets import command_line, report_header, save_report, some_of
 from vitx.bench.graph_cost import node_flops
 from vitx.core.preprocess import Preprocessing
 from vitx.core.tensorrt_plan import Profile
@@ -134,7 +134,7 @@ def plans(graph: onnx.ModelProto, kind: str, batch: int, folder: Path) -> dict[s
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--networks", type=lambda text: text.split(","), default=[*NETWORKS])
+    parser.add_argument("--networks", type=some_of(NETWORKS), default=[*NETWORKS])
     arguments = parser.parse_args()
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ import numpy as np
 import onnx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import command_line, report_header, save_report, verdict
+from support.targets import command_line, exit_code, report_header, save_report, verdict
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.files import sha256_bytes, sha256_file
 from vitx.core.preprocess import UInt8Array
@@ -215,4 +215,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

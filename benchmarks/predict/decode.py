@@ -29,7 +29,7 @@ from PIL import Image, features
 from sklearn.datasets import load_sample_images
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import command_line, report_header, save_report
+from support.targets import command_line, exit_code, report_header, save_report
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.data.open import open_images
@@ -230,4 +230,4 @@ def write(path: Path | None, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

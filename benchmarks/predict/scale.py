@@ -1,6 +1,6 @@
 """How many cores, network cards and devices a rate needs: measured stage costs, a model of the pipeline, a check of it.
 
-    python benchmarks/predict/scale.py --measure --json FILE [--folder F] [--parts stages,ledger]     # on this machine
+    python benchmarks/predict/scale.py --measure --json FILE [--folder F] [--parts model_binds,ledger]     # here
     python benchmarks/predict/scale.py --plan --results FILE --images-per-day 1e9 \
         --node-cores 16 --node-devices 1 --node-gbit 25 --device-images-per-second R [--node-price P]
 
@@ -33,7 +33,7 @@ from support.images import detailed_image
 from support.pipeline import Costs, processes_on_cores, simulate, worker
 from support.process_tree import together
 from support.server_peers import export_deit_tiny
-from support.targets import report_header, save_report
+from support.targets import report_header, results_file, save_report, some_of
 from vitx.core.bundle import Bundle
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.ledger import Ledger, Shard, ShardRecord
@@ -328,9 +328,9 @@ def arguments() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--measure", action="store_true")
     what.add_argument("--plan", action="store_true")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of --measure")
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help="of --measure")
     parser.add_argument("--folder", type=Path, help="where the images and bundles are made, and found again")
-    parser.add_argument("--json", type=Path, help="of --measure: what is measured is added to this file")
+    parser.add_argument("--json", type=results_file, help="of --measure: what is measured is added to this file")
     parser.add_argument("--results", type=Path, help="of --plan: what --measure wrote")
     parser.add_argument("--images", choices=list(CHECKS), default="decode_binds", help="whose bytes and decoding times")
     parser.add_argument("--images-per-day", type=float, default=1e9)
@@ -364,7 +364,7 @@ def main() -> None:
         return
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        found = measure(options.folder or Path(name), options.parts.split(","))
+        found = measure(options.folder or Path(name), options.parts)
     print(json.dumps(found, indent=2))
     save_report({**report_header(), **found}, options.json)
 

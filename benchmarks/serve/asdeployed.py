@@ -32,9 +32,9 @@ from support.as_exported import export_as_it_comes
 from support.http_load import Connection
 from support.server_peers import Server, package_versions, served, triton_server
 from support.server_turns import spread, turn
-from support.targets import all_hold, command_line, report_header, save_report, vitx
+from support.targets import all_hold, command_line, exit_code, report_header, save_report, some_of, vitx
+from support.turns import turn_order
 from vitx.core.bundle import Bundle
-from vitx.core.errors import VitxError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
@@ -154,7 +154,7 @@ def measure(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
             server.name: [server.request(image) for image in images[: arguments.connections]] for server in servers
         }
         for number in range(arguments.rounds):
-            for server in servers if number % 2 == 0 else servers[::-1]:
+            for server in turn_order(servers, number):
                 rows[server.name].append(turn(server, requests[server.name], arguments.seconds, arguments.connections))
             print(
                 f"{name}, round {number + 1}: { ({key: row[-1]['requests_per_second'] for key, row in rows.items()}) }"
@@ -170,7 +170,7 @@ def measure(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--triton", type=Path, default=Path(".venv-triton"), help="a venv with nvidia-pytriton")
-    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--networks", type=some_of(NETWORKS), default=[*NETWORKS])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of one turn")
     parser.add_argument("--connections", type=int, default=32, help="each with one image a request")
@@ -179,18 +179,14 @@ def main() -> int:
     report = report_header()
     report["triton"] = package_versions(arguments.triton, "nvidia-pytriton", "onnxruntime", "numpy")
     print(json.dumps(report["machine"]))
-    for name in arguments.networks.split(","):
+    for name in arguments.networks:
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                report[name] = measure(name, arguments, Path(folder))
-            except VitxError as error:
-                print(error, file=sys.stderr)
-                return error.exit_code
-    options = f"--networks {arguments.networks} --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
+            report[name] = measure(name, arguments, Path(folder))
+    options = f"--networks {','.join(arguments.networks)} --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
     options += f" --connections {arguments.connections}"
     save_report(report, arguments.json, f"python benchmarks/serve/asdeployed.py --triton VENV {options}")
     return 0 if all_hold(report) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(exit_code(main))

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from server import random_images
-from with_wrk import turn, write_script
+from with_wrk import load, turn, write_script
 
 from support.server_peers import DEIT_TI, bundle_of, served
 from support.server_turns import spread
@@ -47,7 +47,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number in range(arguments.rounds):
             for clients in CLIENTS:
                 for name in turn_order(SETTINGS, number):
-                    turn(servers[name], script, path, 1, clients)
+                    load(servers[name], script, path, 1, clients)
                     rows[clients][name].append(turn(servers[name], script, path, arguments.seconds, clients))
     return {str(clients): compared(clients, found) for clients, found in rows.items()}
 

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
 from vitx.core.bundle import WITNESS, Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec
@@ -127,4 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

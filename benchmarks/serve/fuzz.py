@@ -10,7 +10,6 @@ is malformed with 4xx or its gRPC status, or closes the connection; 5xx, INTERNA
 import argparse
 import random
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import support.fuzz_grpc as fuzz_grpc
 import support.fuzz_http as fuzz_http
 import support.fuzz_openapi as fuzz_openapi
-from support.fuzzed_server import fuzz_server
-from support.targets import report_header
+from support.fuzzed_server import FuzzedServer, fuzz_server
+from support.targets import exit_code, report_header
 
 # Small limits, so that what goes beyond them is cheap to send.
 OPTIONS = (
@@ -115,14 +114,10 @@ def main() -> int:
     return 0 if report["holds"] and not report["exit_code"] else 1
 
 
-def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> dict[str, Any]:
+def _measure(server: FuzzedServer, options: argparse.Namespace) -> dict[str, Any]:
     from vitx.core.bundle import Bundle
 
-    assert process.stdout is not None
-    url = process.stdout.readline().split()[-1]
-    grpc_address = process.stdout.readline().split()[-1]
-    host, _, port = url.rpartition("//")[2].rpartition(":")
-    address, model, seed = (host, int(port)), Bundle.open(options.bundle).manifest.name, options.seed
+    address, model, seed = server.address, Bundle.open(options.bundle).manifest.name, options.seed
     while fuzz_http.ask(address, fuzz_http.http("GET", "/v2/health/ready")) != "200":
         time.sleep(0.1)
 
@@ -131,19 +126,19 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
         numbers, calls = range(int(share * options.requests)), range(int(share * options.calls))
         runs: dict[str, Callable[[], dict[str, Any]]] = {
             "http": lambda: fuzz_over_http(address, numbers, seed=seed, model=model).report(),
-            "grpc": lambda: fuzz_over_grpc(grpc_address, calls, seed=seed, model=model).report(),
-            "openapi": lambda: fuzz_openapi.run(url, model, MANAGEMENT_TOKEN, examples).report(),
+            "grpc": lambda: fuzz_over_grpc(server.grpc_address, calls, seed=seed, model=model).report(),
+            "openapi": lambda: fuzz_openapi.run(server.url, model, MANAGEMENT_TOKEN, examples).report(),
         }
         done = {}
         for name, run in runs.items():
             started = time.monotonic()
             done[name] = {**run(), "seconds": round(time.monotonic() - started, 1)}
             time.sleep(2)  # connections that were closed are gone
-            done[name]["held_after"] = held_by(process.pid)
+            done[name]["held_after"] = held_by(server.process)
         return done
 
     first = parts(examples=5, share=0.1, seed=seed + 1)  # what is allocated once
-    before = held_by(process.pid)
+    before = held_by(server.process)
     measured = parts(options.examples, 1, seed)
     image = fuzz_http.picture(random.Random(0), "PNG")
     good = fuzz_http.ask(address, fuzz_http.http("POST", "/v1/classify", image, "Content-Type: image/png"))
@@ -166,4 +161,4 @@ _COUNTS = ("requests", "calls", "examples")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

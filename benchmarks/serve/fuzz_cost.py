@@ -20,7 +20,6 @@ import multiprocessing
 import random
 import select
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,8 +35,8 @@ import grpc
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import support.fuzz_http as fuzz_http
 from support.cost_grammar import KINDS, MOST_BYTES, Model, Request, chosen, made, mutated
-from support.fuzzed_server import fuzz_server
-from support.targets import all_hold, report_header
+from support.fuzzed_server import FuzzedServer, fuzz_server
+from support.targets import all_hold, exit_code, report_header
 
 MOST_DELAY = 0.1  # seconds
 PATIENCE_SECONDS = 60.0
@@ -267,21 +266,20 @@ def main() -> int:
     return 0 if all_hold(report) and not report["exit_code"] else 1
 
 
-def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> dict[str, Any]:
+def _measure(served: FuzzedServer, options: argparse.Namespace) -> dict[str, Any]:
     from vitx.core.bundle import Bundle
 
-    assert process.stdout is not None
-    url, grpc_address = (process.stdout.readline().split()[-1] for _ in range(2))
-    host, _, port = url.rpartition("//")[2].rpartition(":")
-    address, manifest = (host, int(port)), Bundle.open(options.bundle).manifest
+    manifest = Bundle.open(options.bundle).manifest
     model = Model(manifest.name, manifest.preprocessing.image_size)
     context = multiprocessing.get_context("spawn")
     ring = context.RawArray("d", 3 * _PROBES + 1)
-    prober = context.Process(target=probe, args=(address, process.pid, ring), daemon=True)
+    prober = context.Process(target=probe, args=(served.address, served.process, ring), daemon=True)
     prober.start()
     while not ring[-1]:
+        if not prober.is_alive():
+            raise RuntimeError("the process that asks for /v2/health/live has ended")
         time.sleep(0.1)
-    server = Server(process.pid, address, grpc_address, ring)
+    server = Server(served.process, served.address, served.grpc_address, ring)
     idle = {"idle_delay_ms": [delay for delay, _ in server.idle_delays]}
     idle |= {"idle_waited_ms": [waited for _, waited in server.idle_delays]}
     ask_again(server, model, options.costs)
@@ -339,4 +337,4 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.server_peers import SMALL, bundle_of, free_port, served
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
 from vitx.core.bundle import Bundle
 
 WAYS = {
@@ -83,4 +83,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -31,6 +31,7 @@ from support.server_peers import (
     served,
 )
 from support.targets import command_line, report_header, save_report
+from support.turns import turn_order
 from vitx.core.bundle import Bundle
 
 CONNECTIONS = (1, 16)
@@ -52,7 +53,7 @@ def compared(bundle: Bundle, request: bytes, rounds: int, seconds: float) -> dic
     rows: dict[str, list[dict[int, dict[str, float]]]] = {"vitx": [], "ray": []}
     starts = {"vitx": partial(served, "vitx", bundle), "ray": partial(served, "ray", bundle, "--ray")}
     for number in range(rounds):
-        for name in list(starts) if number % 2 == 0 else list(starts)[::-1]:
+        for name in turn_order(starts, number):
             with starts[name]() as server:
                 rows[name].append(measure(server, request, seconds))
     report: dict[str, Any] = {}
@@ -84,7 +85,8 @@ def main() -> int:
         for network, request, title in ((TINY, tensor, "tensor"), (DEIT_TI, jpeg, "jpeg")):
             bundle = bundle_of(network, options.folder or Path(name))
             report[title] = compared(bundle, request, options.rounds, options.seconds)
-    save_report(report, options.json, f"python benchmarks/serve/serve_ray.py --rounds {options.rounds}")
+    command = f"python benchmarks/serve/serve_ray.py --rounds {options.rounds} --seconds {options.seconds:g}"
+    save_report(report, options.json, command)
     return 0
 
 

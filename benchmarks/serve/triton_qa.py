@@ -162,6 +162,10 @@ def main() -> int:
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
     arguments = parser.parse_args()
     names = arguments.scripts
+    if unknown := [name for name in names if not any(name in run.script for run in RUNS)]:
+        parser.error(
+            f"no script with {', '.join(unknown)} in its name: {', '.join(sorted({run.script for run in RUNS}))}"
+        )
     runs = [run for run in RUNS if (any(name in run.script for name in names) if names else run.script != FUZZER)]
     with tempfile.TemporaryDirectory() as folder:
         report = report_header() | run_all(runs, arguments.qa, arguments.python, Path(folder))

@@ -43,7 +43,7 @@ from support.server_peers import (
     vitx_server,
 )
 from support.server_turns import spread
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
 from support.turns import turn_order
 from vitx.core.preprocess import decode
 
@@ -73,22 +73,29 @@ def write_script(path: Path, *requests: bytes) -> str:
     return first.split()[1]
 
 
+def load(server: Server, script: Path, path: str, seconds: float, connections: int = CONNECTIONS) -> str:
+    """What wrk says of one run, as a warm-up of which nothing is read; RuntimeError if a request was not answered."""
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "20s", "--latency"]
+    command += ["-s", str(script), f"http://127.0.0.1:{server.address[1]}{path}"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if "Non-2xx" in said or "Socket errors" in said:
+        raise RuntimeError(f"{server.name}: {said}")
+    return said
+
+
 def turn(server: Server, script: Path, path: str, seconds: float, connections: int = CONNECTIONS) -> dict[str, float]:
     """One run of wrk: requests a second, the 99th percentile of their time in ms, processor time of each in µs.
 
     And the images a batch, which a server may choose by timings of its own.
     """
-    url = f"http://127.0.0.1:{server.address[1]}{path}"
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "20s", "--latency"]
-    command += ["-s", str(script), url]
     images, batches = counts(server)
     cpu, client = server.cpu_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = load(server, script, path, seconds, connections)
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = now.ru_utime - client.ru_utime + now.ru_stime - client.ru_stime
     rate, p99 = re.search(r"Requests/sec: +([\d.]+)", said), re.search(r"99% +([\d.]+)(us|ms|s)", said)
-    if "Non-2xx" in said or "Socket errors" in said or not rate or not p99:
-        raise RuntimeError(f"{server.name}: {said}")
+    if not rate or not p99 or not float(rate[1]):
+        raise RuntimeError(f"{server.name}: no answer in {seconds:g} s, more --seconds are needed: {said}")
     each = 1e6 / (float(rate[1]) * seconds)
     now_images, now_batches = counts(server)
     return {
@@ -125,7 +132,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*servers, "sessions")}
         for number in range(arguments.rounds):
             for name in turn_order(servers, number):
-                turn(servers[name], *scripts[name], 1)
+                load(servers[name], *scripts[name], 1)
                 rows[name].append(turn(servers[name], *scripts[name], arguments.seconds))
             rows["sessions"].append({"rate": sessions.measure(arguments.seconds)})
             print({name: found[-1] for name, found in rows.items()}, flush=True)
@@ -143,7 +150,7 @@ def from_jpeg(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for _ in range(arguments.rounds):
             infer = sessions.measure(arguments.seconds)
             decoded = side_by_side(lambda _: apply(decode(next(turns))), 1, arguments.seconds / 2)
-            turn(server, *given, 1)
+            load(server, *given, 1)
             row = turn(server, *given, arguments.seconds)
             rows.append({**row, "sessions": infer, "decoded": decoded, "bound": 1 / (1 / infer + 1 / decoded)})
             print({name: round(value, 1) for name, value in rows[-1].items()}, flush=True)
@@ -159,7 +166,7 @@ def large_tensors(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     with vitx_server(bundle, "--access-log", str(folder / "access.log")) as server:
         path = write_script(script, server.request(random_images(1, TRIVIAL.image_size)[0]))
         for _ in range(arguments.rounds):
-            turn(server, script, path, 1)
+            load(server, script, path, 1)
             row = turn(server, script, path, arguments.seconds)
             rows.append(row | {"rate of a core": 1e6 / row["server_us"]})
             print({name: round(value, 1) for name, value in rows[-1].items()}, flush=True)
@@ -200,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def peak_resident_bytes(command: Sequence[str]) -> int:
             errors.seek(0)
             raise RuntimeError(f"{' '.join(command)} failed:\n{errors.read()}")
     return peak
+
+
+def require_running(process: "subprocess.Popen[str]", name: str) -> None:
+    """Raise RuntimeError if it has ended, or is about to: its sockets are closed and its memory is gone before that."""
+    with suppress(subprocess.TimeoutExpired):
+        raise RuntimeError(f"{name} ended with {process.wait(0.2)} while it was measured")
 
 
 def family(pid: int) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from support.http_load import Address, Connection
-from support.process_tree import family, processor_seconds, resident_bytes
+from support.process_tree import family, processor_seconds, require_running, resident_bytes
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Provenance, TensorSpec, timestamp
 from vitx.core.errors import EnvironmentMissing
 from vitx.core.files import sha256_file, staged_folder, write_json
@@ -278,7 +278,10 @@ def free_port() -> int:
 def _running(
     name: str, command: Sequence[str], port: int, ready: str, environment: dict[str, str] | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Start a server, wait until GET `ready` says 200, and end all its processes at last."""
+    """Start a server, wait until GET `ready` says 200, and end all its processes at last.
+
+    Raises RuntimeError when it ends before.
+    """
     process = subprocess.Popen(
         command,
         env={**os.environ, **(environment or {})},
@@ -288,7 +291,10 @@ def _running(
     )
     try:
         wait_until_ready(name, process, port, ready)
-        yield process
+        try:
+            yield process
+        finally:
+            require_running(process, name)  # what its clients saw is in the traceback
     finally:
         processes = family(process.pid)
         for pid in processes:

@@ -4,23 +4,56 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import timestamp
+from vitx.core.errors import VitxError
 from vitx.core.machine import describe_machine, installed_versions
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """A parser that has --json, the file of results."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=results_file)
     return parser
+
+
+def results_file(text: str) -> Path:
+    """What --json takes; a file that is there keeps its other parts, and one machine's name stands for them all."""
+    path, here = Path(text), describe_machine()
+    there = json.loads(path.read_text()).get("machine", here) if path.is_file() else here
+    if {name: there.get(name) for name in here} != here:
+        raise argparse.ArgumentTypeError(f"{path} was measured on another machine: choose another file")
+    return path
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """What an option takes that names some of these, with commas between: its `type`."""
+    names = list(known)
+
+    def split(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in names]:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(names)}")
+        return found
+
+    return split
 
 
 def vitx(*arguments: str) -> None:
     """Run a verb, without its result; raise CalledProcessError for another exit code than 0."""
     subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """What a script exits with: main's code, or that of the error of vitx which ended it, which is printed."""
+    try:
+        return main() or 0
+    except VitxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ import vitx.models
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.images import write_photographs
 from support.process_tree import TRIMMED, own_peak_bytes, processor_seconds
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, command_line, report_header, save_report, some_of, verdict
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
@@ -319,7 +319,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--parts", default="a,b,c,d")
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--pairs", type=int, default=12, help="half as many in (d)")
@@ -334,7 +334,7 @@ def main() -> int:
     if arguments.device == "cuda":
         report["machine"]["gpu"] = torch.cuda.get_device_name()
     print(json.dumps(report["machine"]))
-    for part in arguments.parts.split(","):
+    for part in arguments.parts:
         title, measure = PARTS[part]
         report[title] = measure(arguments)
     save_report(report, arguments.json)
