@@ -153,7 +153,8 @@ def attack(images: int, seed: int, scratch: Path) -> list[dict[str, Any]]:
         change = source.change(images if index == 0 else images // 10)
         if index:
             store.invalidate_cache()
-            for path in chance.sample(store.ls(f"{OUT}/{PREDICTIONS}", detail=False), 3):
+            parts = store.ls(f"{OUT}/{PREDICTIONS}", detail=False)
+            for path in chance.sample(parts, min(3, len(parts))):
                 store.rm_file(path)
         watcher = Watcher(store)
         watcher.start()
