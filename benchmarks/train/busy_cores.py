@@ -28,6 +28,13 @@ WAYS: dict[str, dict[str, str]] = {"vitx": {}, "libgomp": {"GOMP_SPINCOUNT": "30
 CHOSEN_HERE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
 # Of libgomp's time: alone no more than noise adds, beside others a fifth less: else it is not worth a setting.
 TARGETS = {"alone": 1.05, "beside busy loops": 0.8}
+# Ends with the process whose number it is given, its parent, however that ends.
+BUSY_LOOP = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(10**6):
+        pass
+"""
 
 
 def seconds_of_training(chosen: dict[str, str]) -> float:
@@ -41,7 +48,7 @@ def seconds_of_training(chosen: dict[str, str]) -> float:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP, str(os.getpid())]) for _ in range(count)]
     try:
         yield
     finally:
