@@ -67,6 +67,7 @@ class TritonPythonModel:
 """
 MISSING = re.compile("unable to find backend library|no GPUs are available")
 PORT = 18431
+START_SECONDS = 60.0  # without its libraries it waits for a stub of the Python backend that does not start
 
 
 def plan_of(bundle: Bundle, path: Path) -> Path:
@@ -115,8 +116,9 @@ class Server:
             self.lines.append(line.rstrip())
 
     def wait(self) -> bool:
-        """Whether it becomes ready; False when it has ended."""
-        while self.process.poll() is None:
+        """Whether it becomes ready; False when it has ended, or is not within START_SECONDS."""
+        end = time.monotonic() + START_SECONDS
+        while self.process.poll() is None and time.monotonic() < end:
             try:
                 request("/v2/health/ready")
             except (OSError, SystemExit):  # not yet listening, or not ready
