@@ -22,6 +22,7 @@ import timm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import vitx.models
 from support.gpu_networks import Float32Logits
+from support.targets import exit_code
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.engines.tensorrt_engine import EngineReport, engine_from_onnx
@@ -104,4 +105,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -128,9 +128,10 @@ class Server:
         return False
 
     def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-        self.reader.join(10)
+        with self.process:  # whose output is closed then
+            self.process.terminate()
+            self.process.wait(30)
+            self.reader.join(10)
 
 
 def backends_of(server: Path, folder: Path) -> Path:
