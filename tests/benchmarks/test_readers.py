@@ -16,7 +16,7 @@ EXPECTED: list[dict[str, Any]] = [
 
 
 def test_the_same_rows_in_another_order_and_in_a_readers_own_types_are_equal() -> None:
-    found = [
+    found: list[dict[str, Any]] = [
         {"path": "b", "tags": None, "weight": np.float64(0.25), "taken": math.nan},
         {"path": "a", "tags": np.array(["x"]), "weight": math.nan, "taken": NOON},
     ]
