@@ -24,6 +24,7 @@ class Limits:
     write_seconds: float  # for a client to take its reply, and a second more for every `body_rate` bytes of it
     memory_bytes: int  # of all bodies and untaken replies of a process, beside `UNCOUNTED_BYTES` of each connection
     message_seconds: float  # for the message of a gRPC call; how far it has come is not seen
+    idle_seconds: float  # by default longer than connection pools keep a connection, so that the client closes it first
     body_rate: int = 16 * 2**10
     drain_seconds: float = 30.0  # what requests in flight get after the first signal
 

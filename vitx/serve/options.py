@@ -87,6 +87,7 @@ class ServeOptions(Options):
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
+    idle_timeout: float = option(75, "Seconds until a connection without requests is closed.", ge=0.1, le=86_400)
     token_file: Path | None = option(None, "File with the token that requests must bring.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")
     management_token_file: Path | None = option(None, "File with the token for --management.")
@@ -131,4 +132,5 @@ class ServeOptions(Options):
             write_seconds=self.write_timeout,
             memory_bytes=int(max(memory / self.workers, min(memory, self.max_body_mib)) * 2**20),
             message_seconds=self.message_timeout,
+            idle_seconds=self.idle_timeout,
         )

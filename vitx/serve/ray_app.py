@@ -36,7 +36,7 @@ _NOT_ON_RAY = {
     "Ray's proxies pass on HTTP": "grpc_port message_timeout",
     "Ray Serve has logs and traces of its own": "access_log otlp_endpoint",
     "the connections are those of Ray's proxies, and so are their limits": "max_header_kib max_connections "
-    "header_timeout body_timeout write_timeout max_memory_mib",
+    "header_timeout body_timeout write_timeout idle_timeout max_memory_mib",
 }
 
 

@@ -307,9 +307,8 @@ def test_a_call_whose_reply_is_not_taken_is_reset_and_holds_up_no_drain(method: 
 
 def test_connections_that_ask_for_nothing_are_closed(tiny_bundle: Bundle) -> None:
     """Each takes an open file, which HTTP has none of then."""
-    program = "import vitx.serve.grpc.server as s; s._IDLE_SECONDS = 0.5; from vitx.cli import main; main()"
-    options = ("--grpc-port", "0", "--header-timeout", "1.5")
-    with running_server(tiny_bundle.path, *options, program=program) as server:
+    options = ("--grpc-port", "0", "--header-timeout", "1.5", "--idle-timeout", "0.5")
+    with running_server(tiny_bundle.path, *options) as server:
         for sent in (b"", b"PRI", http2(b"")[:39]):  # the last is all that a connection begins with
             with connected(grpc_address(server)) as idle:
                 idle.sendall(sent)

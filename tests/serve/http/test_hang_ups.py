@@ -1,4 +1,4 @@
-"""A client that is gone before its answer: each request is counted and logged once."""
+"""A client that is gone before its answer: each request is counted once. An idle connection: closed."""
 
 import socket
 from pathlib import Path
@@ -37,3 +37,13 @@ def test_a_cached_answer_that_nobody_waits_for_is_counted_once(tiny_bundle: Bund
         wait_until(lambda: classified() >= 2 + HANG_UPS)
         assert server.stop() == 0
         assert classified() == 2 + HANG_UPS
+
+
+def test_an_idle_connection_is_closed_when_it_was_told(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--idle-timeout", "0.3") as server:
+        with socket.create_connection((server.host, server.port), timeout=60) as connection:  # less than the default
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.count(b"HTTP/1.1 200") == 1
+        assert b"Connection: close" not in received
+        assert server.stop() == 0

@@ -30,7 +30,6 @@ Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no further
 _CALLS = 4096  # concurrent calls
 _MOST_INFLATED = 16 * 2**20  # bytes of a message that comes compressed: copying it holds up the event loop
-_IDLE_SECONDS = 75.0  # that a connection stays open without a call, as over HTTP
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
 _ENDED_SECONDS = 0.5  # from the end of what a client sends until gRPC would have said that the whole call has ended
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
@@ -66,7 +65,7 @@ class GrpcServer:
             ("grpc.server.max_pending_requests_hard_limit", _CALLS),
             ("grpc.per_message_decompression", 0),  # gRPC's own knows no limit
             ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
-            ("grpc.max_connection_idle_ms", int(1e3 * _IDLE_SECONDS)),  # clients connect again by themselves
+            ("grpc.max_connection_idle_ms", int(1e3 * core.limits.idle_seconds)),  # clients connect again by themselves
             ("grpc.server_handshake_timeout_ms", min(int(1e3 * core.limits.header_seconds), 2**31 - 1)),
         ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)

@@ -35,7 +35,6 @@ from vitx.serve.server_core import ServerCore, verified
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
 
-_KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
 _NEVER = 1e6  # seconds for a client to close its side of TLS: the connection limits them itself
 _LINGER_SECONDS = 2.0  # that a worker that leaves waits for a request on each open connection, to answer it and close
 _EXIT_SECONDS = 10.0  # for what a server does once it has drained
@@ -95,7 +94,8 @@ class Server:
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         core, link = self._core, self._link
-        self._uvicorn = uvicorn.Server(_uvicorn_config(App(core, self._listener.getsockname()[0])))
+        app = App(core, self._listener.getsockname()[0])
+        self._uvicorn = uvicorn.Server(_uvicorn_config(app, core.limits.idle_seconds))
         # It would raise the signals that it got again, and a drained server would not exit with 0.
         self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
         self._uvicorn.startup = self._listen  # type: ignore[assignment,method-assign]
@@ -252,8 +252,8 @@ class Server:
         asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 0)  # a load or a canary cannot be interrupted
 
 
-def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, idle_seconds: float) -> uvicorn.Config:
     own: dict[str, Any] = {"ws": "none", "lifespan": "off", "proxy_headers": False, "server_header": False}
     own |= {"log_config": None, "log_level": "error", "access_log": False}  # clients could fill the log with warnings
-    own |= {"http": "httptools", "timeout_keep_alive": _KEEP_ALIVE_SECONDS}  # `_listen` makes the connections
+    own |= {"http": "httptools", "timeout_keep_alive": idle_seconds}  # `_listen` makes the connections
     return uvicorn.Config(app, timeout_graceful_shutdown=2, **own)  # accepted requests are done by then
