@@ -3,7 +3,8 @@
     python benchmarks/mutate.py ROOM [--sample N] [--fresh] [--out FOLDER]
 
 Exit code 1 below the room's floor (benchmarks/mutation/rooms.toml), 2 when the tests fail without a mutant. Outcomes
-are kept in .mutation/, and a mutant is run again only when its file or its tests have changed.
+are kept in .mutation/, and a mutant is run again only when its file or its tests have changed. The report replaces an
+older one of the room, and docs/mutation.md lists it.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import hashlib
 import json
 import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from mutation.trial import OUTCOMES, copy_checkout, import_heavy, prepare, run_t
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = Path(__file__).parent / "mutation"
+REPORTS, PAGE = ROOT / "docs/mutation", ROOT / "docs/mutation.md"
 # A mutant may take this many times the seconds of its tests under coverage, and these seconds more.
 SLOWER, GRACE_SECONDS = 3.0, 20.0
 
@@ -140,12 +143,38 @@ def report(mutants: list[Mutant], outcomes: dict[str, str], reasons: dict[str, s
     return "\n".join(lines)
 
 
+def table_of_scores(reports: Path) -> str:
+    """A row for each report in the folder, by room."""
+    rows = []
+    for path in reports.glob("*.txt"):
+        head = path.read_text(encoding="utf-8")
+        pattern = r"vitx/(.+), (.+): (\d+) of (\d+) mutants caught, ([\d.]+) %.*\n(\d+) mutants(?:, a sample of (\d+))?"
+        if (found := re.match(pattern, head)) is None:
+            raise SystemExit(
+                f"{path} is no report of mutants: expected its room, day and counts in the first two lines"
+            )
+        room, day, caught, total, score, mutants, every = found.groups()
+        kept = f"[{int(total) - int(caught) or 'none'}](mutation/{path.name})"
+        rows.append(f"| `{room}` | {day} | {mutants} of {int(every or mutants):,} | {float(score):.0f} % | {kept} |\n")
+    return "".join(sorted(rows))
+
+
+def with_scores(page: str, table: str) -> str:
+    """The page with the rows of its table of rooms replaced."""
+    return re.sub(r"(\| room \|.*\n\|[-|]+\n)(?:\|.*\n)*", lambda found: found[1] + table, page)
+
+
+def write_scores() -> None:
+    """List the reports in docs/mutation.md."""
+    PAGE.write_text(with_scores(PAGE.read_text(encoding="utf-8"), table_of_scores(REPORTS)), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("room")
     parser.add_argument("--sample", type=int, default=0, help="so many mutants, always the same ones; default all")
     parser.add_argument("--fresh", action="store_true", help="run again what is known")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/mutation")
+    parser.add_argument("--out", type=Path, default=REPORTS)
     arguments = parser.parse_args()
     room, name = arguments.room.strip("/"), arguments.room.strip("/").removesuffix(".py").replace("/", "-")
     floor, tests = room_settings(room)
@@ -194,8 +223,12 @@ def main() -> int:
         ]
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
+    for older in arguments.out.glob(f"????-??-??-{name}.txt"):
+        older.unlink()
     out = arguments.out / f"{day}-{name}.txt"
     out.write_text(report(mutants, outcomes, reasons, head), encoding="utf-8")
+    if arguments.out == REPORTS:
+        write_scores()
     print(head, f"survivors: {out}", sep="\n")
     return int(score < floor)
 

@@ -1,7 +1,9 @@
 """The mutants that are made of a source, and which tests are asked about them."""
 
+import re
 import textwrap
 import tomllib
+from pathlib import Path
 
 import mutate
 import pytest
@@ -96,3 +98,23 @@ def test_the_mutants_listed_as_equivalent_are_of_lines_that_stand() -> None:
     lines = {file: (mutate.ROOT / file).read_text(encoding="utf-8").split("\n") for file in {e["file"] for e in listed}}
     stale = [e["before"] for e in listed if e["before"] not in map(str.strip, lines[e["file"]])]
     assert stale == []
+
+
+def test_the_page_lists_each_report_and_each_report_is_of_code_that_stands() -> None:
+    page, table = mutate.PAGE.read_text(encoding="utf-8"), mutate.table_of_scores(mutate.REPORTS)
+    rooms = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(rooms) == len(set(rooms)) == len(list(mutate.REPORTS.glob("*.txt"))) > 100
+    assert [room for room in rooms if not (mutate.ROOT / "vitx" / room).exists()] == []
+    assert mutate.with_scores(page, table) == page, "run write_scores() of benchmarks/mutate.py"
+
+
+def test_a_report_is_a_row_of_what_it_counts(tmp_path: Path) -> None:
+    head = "vitx/core/a.py, 2026-11-22: 28 of 30 mutants caught, 93.3 % (floor 90 %)\n"
+    (tmp_path / "2026-11-22-core-a.txt").write_text(f"{head}30 mutants, a sample of 1450; {{}}\n")
+    row = "| `core/a.py` | 2026-11-22 | 30 of 1,450 | 93 % | [2](mutation/2026-11-22-core-a.txt) |\n"
+    assert mutate.table_of_scores(tmp_path) == row
+    page = "# A\n\n| room | date |\n|---|---|\n| `old` | 1 |\n\nbehind\n"
+    assert mutate.with_scores(page, row) == f"# A\n\n| room | date |\n|---|---|\n{row}\nbehind\n"
+    (tmp_path / "2026-11-22-core-b.txt").write_text("survivors: 0\n")
+    with pytest.raises(SystemExit, match=r"core-b\.txt is no report of mutants"):
+        mutate.table_of_scores(tmp_path)
