@@ -362,6 +362,16 @@ def test_a_url_is_no_folder_of_this_machine(
     assert run(tiny_bundle, Spy(), images, Path("c:/out")).images == 6  # a drive's letter
 
 
+@pytest.mark.parametrize("given", [{}, {"state": Path("state\udcff")}])
+def test_an_output_that_is_not_utf8_is_refused_before_the_listing(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    out = "memory://bucket/out" if given else tmp_path / "out\udcff"
+    with pytest.raises(InputError, match=r"the output '.*\udcff' is not UTF-8, and Parquet files cannot be written th"):
+        run(tiny_bundle, Spy(), images, out, **given)  # type: ignore[arg-type]  # a URL
+    assert not (tmp_path / "out\udcff").exists()
+
+
 def test_a_part_says_what_it_was_made_with(uncertified_bundle: Bundle, images: Path, tmp_path: Path) -> None:
     spy = Spy(work=False)
     run(uncertified_bundle, spy, images, tmp_path / "out", allow_uncertified=True)

@@ -12,7 +12,7 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import cache_folder, is_made_of_url, refuse_url, sha256_bytes, sha256_file
+from vitx.core.files import cache_folder, is_made_of_url, is_utf8, refuse_url, sha256_bytes, sha256_file
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_image_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -81,6 +81,8 @@ def predict(
     ignore_image_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     url, out = _output(out, options)
+    if not is_utf8(str(out)):  # before the listing, which may take an hour: pyarrow writes no file there
+        raise InputError(f"the output '{out}' is not UTF-8, and Parquet files cannot be written there: choose another")
     mirror = None if url is None else Mirror(url, out, options.share)
     where = absolute(str(source))  # the next call may be in another folder
     settings: dict[str, Any] = {
