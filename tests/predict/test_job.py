@@ -382,6 +382,30 @@ def test_a_part_says_what_it_was_made_with(uncertified_bundle: Bundle, images: P
     assert not spy.jobs[0].certified
 
 
+def test_a_bundle_that_is_replaced_or_removed_meanwhile_is_the_one_that_was_loaded(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path
+) -> None:
+    loaded, out = sha256_file(tiny_bundle.path / MANIFEST), tmp_path / "out"
+
+    def replaced(job: Job, ledger: Ledger, output: Output) -> Performance:
+        with (tiny_bundle.path / MANIFEST).open("ab") as file:
+            file.write(b"\n")
+        return execute_here(NumpySession(), job, ledger, output)
+
+    def removed(job: Job, ledger: Ledger, output: Output) -> Performance:
+        shutil.rmtree(tiny_bundle.path)
+        return execute_here(NumpySession(), job, ledger, output)
+
+    for folder, session, allow in ((out, replaced, False), (tmp_path / "other", removed, True)):
+        expected = sha256_file(tiny_bundle.path / MANIFEST)
+        summary = run(tiny_bundle, session, images, folder, allow_uncertified=allow)
+        assert summary.bundle_sha256 == expected
+        assert json.loads((folder / SUMMARY).read_text())["bundle_sha256"] == expected
+        footer = pq.read_metadata(next((folder / PREDICTIONS).iterdir())).metadata
+        assert footer[b"vitx.bundle_sha256"].decode() == expected
+    assert loaded != expected
+
+
 def test_a_certified_part_names_the_certificate(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
     spy = Spy(work=False)
     run(tiny_bundle, spy, images, tmp_path / "out")

@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import MANIFEST, Bundle, timestamp
+from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import Record, read_record, sha256_file, write_json
+from vitx.core.files import Record, read_record, write_json
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import escape_invalid_utf8, shown
@@ -141,7 +141,7 @@ def summarize(
     sources = {name: SourceCounts(**counts) for name, counts in counted.items()}
     return PredictionSummary(
         bundle=bundle.manifest.name,
-        bundle_sha256=sha256_file(bundle.path / MANIFEST),
+        bundle_sha256=run["bundle"],  # not of the folder, where another may lie by now
         certified=certified,
         input=escape_invalid_utf8(shown(run["input"])),
         images=totals.images,
