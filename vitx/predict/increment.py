@@ -15,15 +15,18 @@ from vitx.predict.summary import Increment
 
 
 def extend_run(
-    ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path
+    ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path, *, written: str = ""
 ) -> Increment:
-    """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed."""
+    """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed.
+
+    written: `out` of `list_input`.
+    """
     if run.created:
         shards = [known.shard for known in ledger.shards()]
         images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
         return Increment(new=images + len({shard.location for shard in shards if shard.kind != "images"}))
     out, containers = summary.parent, dict[str, list[Claim]]()
-    contents = list_input(source, ledger, columns, again=True)
+    contents = list_input(source, ledger, columns, again=True, out=written)
     new, pending, changed, unchanged, gone = ledger.compare(_read(ledger, out, containers))
     found = {"new": new + pending, "changed": changed, "unchanged": unchanged}
     replaced, added = list[tuple[int, Shard, bool]](), list[Shard]()

@@ -20,7 +20,7 @@ from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.inputs.stores import absolute, is_url
+from vitx.predict.inputs.stores import absolute, canonical, is_url
 from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
@@ -84,6 +84,7 @@ def predict(
     if not is_utf8(str(out)):  # before the listing, which may take an hour: pyarrow writes no file there
         raise InputError(f"the output '{out}' is not UTF-8, and Parquet files cannot be written there: choose another")
     mirror = None if url is None else Mirror(url, out, options.share)
+    written = canonical(str(out) if url is None else url)
     where = absolute(str(source))  # the next call may be in another folder
     settings: dict[str, Any] = {
         "input": where,
@@ -104,7 +105,7 @@ def predict(
 
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
-        take = partial(take_inventory, where, ledger, options.shard_size, columns)
+        take = partial(take_inventory, where, ledger, options.shard_size, columns, out=written)
         run = open_run(ledger, out, settings, take, partial(measure, ledger))
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
@@ -112,7 +113,8 @@ def predict(
             refuse_equal_keys(run.base, (claim.shard for claim in ledger.shards()), options.key)
         increment: Increment | None = None
         if options.incremental:
-            increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path)
+            given = (run, where, copied, options.shard_size, summary_path)
+            increment = extend_run(ledger, *given, written=written)
             log(f"predict: {increment}", quiet=quiet)
         elif not has_work and take(None).digest != run.digest:
             raise InputError(

@@ -221,6 +221,12 @@ def _opened(location: str) -> tuple[Any, str]:
     return system, path.rstrip("/")
 
 
+def canonical(location: str) -> str:
+    """A folder or its URL, as the names that `expand` yields begin below it."""
+    system, path = _opened(location)
+    return _location(system, path.rstrip("/"), _lost_host(system, path, location))
+
+
 def _lost_host(system: Any, path: str, url: str) -> str:
     """Scheme and host of a URL if its store's own way to write a `path` leaves the host out, as FTP, HDFS, Azure do."""
     if system is None:
