@@ -113,8 +113,7 @@ def predict(
             refuse_equal_keys(run.base, (claim.shard for claim in ledger.shards()), options.key)
         increment: Increment | None = None
         if options.incremental:
-            given = (run, where, copied, options.shard_size, summary_path)
-            increment = extend_run(ledger, *given, written=written)
+            increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path, written=written)
             log(f"predict: {increment}", quiet=quiet)
         elif not has_work and take(None).digest != run.digest:
             raise InputError(

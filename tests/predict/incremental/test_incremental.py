@@ -84,8 +84,12 @@ def test_the_first_run_lists_its_input_once(
 ) -> None:
     """An hour each, of an object store."""
     listed: list[str] = []
-    before = list_input
-    monkeypatch.setattr(increment, "list_input", lambda *given, **how: listed.append("again") or before(*given, **how))
+
+    def noted(*given: Any, **how: Any) -> Any:
+        listed.append("again")
+        return list_input(*given, **how)
+
+    monkeypatch.setattr(increment, "list_input", noted)
     summary, _ = run(tiny_bundle, folder, tmp_path / "out")
     assert (counts(summary), listed) == ((10, 0, 0, 0), [])
     run(tiny_bundle, folder, tmp_path / "out")

@@ -83,8 +83,8 @@ def take_inventory(
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. out: see `list_input`. Raises InputError if there is nothing to predict, for columns of Parquet files that are not clear or
-    cannot go on to the output, or two rows of one key.
+    these by URL. out: see `list_input`. Raises InputError if there is nothing to predict, for columns of Parquet files
+    that are not clear or cannot go on to the output, or two rows of one key.
     """
     found = list_input(source, ledger, columns, out=out)
     if columns.key is not None:
