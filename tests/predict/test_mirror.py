@@ -467,7 +467,7 @@ def test_the_command_names_the_url(tiny_bundle: Bundle, folder: Path, url: str, 
 @pytest.mark.parametrize(
     ("options", "added", "named"),
     [
-        ({"top_k": 3}, False, "another top_k"),
+        ({"top_k": 3, "logits": True}, False, "another logits, top_k"),
         ({}, True, "another digest"),
         ({"shard": (2, 3)}, False, "another number of jobs"),
     ],
@@ -480,7 +480,7 @@ def test_jobs_of_machines_that_share_nothing_but_the_store_agree(
     before = objects(url)
     if added:
         (folder / "00a.png").write_bytes((folder / "06.png").read_bytes())
-    with pytest.raises(InputError, match=rf"has predictions of {named}"):
+    with pytest.raises(InputError, match=rf"of {named} \(\.vitx-00001-of-00002\.json, of {socket.gethostname()}\)"):
         run(tiny_bundle, folder, url, tmp_path / "b", **{"shard": (2, 2)} | options)
     assert objects(url) == before
     (folder / "00a.png").unlink(missing_ok=True)
