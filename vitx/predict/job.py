@@ -81,8 +81,6 @@ def predict(
     ignore_image_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     url, out = _output(out, options)
-    if not is_utf8(str(out)):  # before the listing, which may take an hour: pyarrow writes no file there
-        raise InputError(f"the output '{out}' is not UTF-8, and Parquet files cannot be written there: choose another")
     mirror = None if url is None else Mirror(url, out, options.share)
     written = canonical(str(out) if url is None else url)
     where = absolute(str(source))  # the next call may be in another folder
@@ -210,14 +208,21 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
         named = sha256_bytes(out.rstrip("/").encode("utf-8", "surrogateescape"))[:16]
         state = options.state or cache_folder() / "predict" / named
         refuse_url(state)
-        return out, state.absolute()  # a relative path with a colon is a URL to pyarrow
+        return out, _utf8(state.absolute())  # a relative path with a colon is a URL to pyarrow
     if is_made_of_url(out):
         raise InputError(f"--out '{out}': expected a folder or a URL; in Python a URL is a text, not a Path")
     if options.state is not None:
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
     if Path(out).name == PREDICTIONS and (Path(out).parent / STATE).is_dir():
         raise InputError(f"--out '{out}' is the table of a run: pass its folder, '{Path(out).parent}'")
-    return None, Path(out).absolute()
+    return None, _utf8(Path(out).absolute())
+
+
+def _utf8(out: Path) -> Path:
+    """Before the listing, which may take an hour: pyarrow writes no file where a path is of another encoding."""
+    if not is_utf8(str(out)):
+        raise InputError(f"the output '{out}' is not UTF-8, and Parquet files cannot be written there: choose another")
+    return out
 
 
 def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:
