@@ -192,6 +192,29 @@ def test_weights_that_are_not_finite_are_named(dtype: Any, values: list[float], 
     assert "V" in Dataflow(model).constants, "it was beyond the half type when it was lowered"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("W", {"dims": [47, 3]}, "cannot reshape array of size 144 into shape (47,3)"),
+        ("rows", {"dims": [3]}, "cannot reshape array of size 2 into shape (3,)"),
+        ("W", {"raw_data": b"abc"}, "buffer size must be a multiple of element size"),
+        ("W", {"data_type": TensorProto.UNDEFINED}, "The element type in the input tensor is UNDEFINED."),
+        ("W", {"data_type": 99}, "99"),
+    ],
+)
+def test_a_constant_that_is_not_what_it_says_is_named(name: str, change: dict[str, Any], reason: str) -> None:
+    model = model_of()
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == name)
+    for key in change:
+        tensor.ClearField(key)
+    tensor.MergeFrom(onnx.TensorProto(**change))
+    with pytest.raises(InputError) as refused:
+        Dataflow(model)
+    assert str(refused.value) == (
+        f"the constant '{name}' does not hold what its type and shape say ({reason}): write the graph again"
+    )
+
+
 def test_readers_are_in_order_each_once() -> None:
     model = model_of()
     twice = helper.make_node("Mul", ["pixels", "pixels"], ["squares"], name="square")

@@ -437,6 +437,22 @@ def test_a_graph_with_names_like_those_that_are_written(
     np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_a_norm_s_mean_and_deviation_stay_float32(kind: int, dtype: Any) -> None:
+    """As its stash_type says, also where they are read, by name, or given."""
+    norm = node("LayerNormalization", "x scale", "n mean deviation", epsilon=1e-3)
+    nodes = [norm, node("Mul", "n deviation", "m"), node("Add", "m mean", "logits")]
+    graph = graph_of(nodes, "logits mean", scale=np.linspace(0.5, 2, 48).astype(np.float32))
+    built = checked(HalfGraph(Dataflow(graph), kind).build(()))
+    types = Dataflow(built).types
+    assert [types[name] for name in ("n", "mean", "deviation", "m")] == [kind, FLOAT, FLOAT, kind]
+    twin = checked(cpu_twin(built))
+    assert [value.name for value in twin.graph.output] == ["logits", "mean"]
+    images = np.random.default_rng(1).integers(0, 256, (4, 4, 4, 3), dtype=np.uint8)
+    found, expected = logits_of(twin, images), logits_of(graph, images)
+    np.testing.assert_allclose(found, expected, rtol=4 * float(ml_dtypes.finfo(dtype).eps))  # type: ignore[no-untyped-call]
+
+
 def test_an_operator_that_the_opset_does_not_have_stays_in_float32() -> None:
     """The runtime then says what is wrong with the graph; it was onnx's traceback."""
     half = HalfGraph(

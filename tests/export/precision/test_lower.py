@@ -204,6 +204,30 @@ def test_too_few_images() -> None:
         lower_precision(scaled_graph(1.0), "fp16", small_images()[:3], quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        ([], "no output"),
+        ([("best", TensorProto.INT64, ["N"])], "'best', int64 (N), as its first output"),
+        ([("best", TensorProto.INT64, ["N", 2])], "'best', int64 (N, 2), as its first output"),
+        ([("best", TensorProto.INT64, None)], "'best', int64 (), as its first output"),
+        ([("tokens", TensorProto.FLOAT, [None, 4, 12])], "'tokens', float (?, 4, 12), as its first output"),
+        ([("least", TensorProto.FLOAT, [])], "'least', float (), as its first output"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_first_output_that_is_no_logits_is_refused(precision: Any, outputs: list[Any], found: str) -> None:
+    """Graphs are judged by it: the classes that an ArgMax gives first ended in an error of numpy."""
+    graph = scaled_graph(1.0)
+    given = [helper.make_tensor_value_info(*output) for output in outputs]
+    after = [*given, *graph.graph.output] if given else []
+    del graph.graph.output[:]
+    graph.graph.output.extend(after)
+    with pytest.raises(InputError) as refused:
+        lower_precision(graph, precision, small_images(), quiet=True)
+    assert str(refused.value) == f"the graph gives {found}: expected logits, float (N, C)"
+
+
 def test_the_given_graph_is_not_changed(tmp_path: Path) -> None:
     graph = scaled_graph(1000.0)
     before = graph.SerializeToString()

@@ -29,7 +29,7 @@ class Dataflow:
 
     `assemble` makes a graph of other nodes and constants with the same inputs, outputs and metadata. Raises
     CheckFailed, naming the tensor or the node, for a frozen batch, for weights that are sparse or not finite, and for a
-    branch or a loop.
+    branch or a loop; InputError for a constant whose bytes are not of its type and shape.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -38,7 +38,7 @@ class Dataflow:
         _require_dynamic_batch(given, model.graph.output)
         _require_one_graph(model.graph)
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        _require_finite(self.constants)
+        _require_values(self.constants)
         self.nodes = _named(model.graph.node)
         self.inputs = tuple(value.name for value in given)
         self.outputs = tuple(value.name for value in model.graph.output)
@@ -186,10 +186,15 @@ def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     return copies
 
 
-def _require_finite(constants: Mapping[str, TensorProto]) -> None:
+def _require_values(constants: Mapping[str, TensorProto]) -> None:
     for name, tensor in constants.items():
-        if tensor.data_type in FLOATS:
+        try:
             value = numpy_helper.to_array(tensor)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the constant '{name}' does not hold what its type and shape say ({error}): write the graph again"
+            ) from None
+        if tensor.data_type in FLOATS:
             bad = int(value.size - np.count_nonzero(np.isfinite(value)))
             if bad and bad == np.count_nonzero(value == -np.inf):
                 raise CheckFailed(

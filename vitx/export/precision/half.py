@@ -64,7 +64,7 @@ class _HalfWriter:
     def __init__(self, flow: Dataflow, element_type: int, in_half: set[str]) -> None:
         self.flow, self.element_type, self.in_half = flow, element_type, in_half
         self.made_in_half = {
-            name for node in flow.nodes if node.name in in_half for name in node.output if flow.is_float(name)
+            name for node in flow.nodes if node.name in in_half for name in _results(node) if flow.is_float(name)
         }
         self.kept = self.made_in_half & set(flow.outputs)  # what needs its float32 form under its name
         self.constants: dict[str, TensorProto] = {}
@@ -138,6 +138,11 @@ class _HalfWriter:
                 given.i = self.element_type
             if given.name == "value" and given.t.data_type == TensorProto.FLOAT:
                 _convert(given.t, NUMPY_TYPES[self.element_type])
+
+
+def _results(node: onnx.NodeProto) -> list[str]:
+    """The outputs that have the type of the inputs: a norm's mean and deviation are float32, as its stash_type says."""
+    return list(node.output[:1] if node.op_type == "LayerNormalization" else node.output)
 
 
 def _convert(tensor: TensorProto, dtype: np.dtype[Any]) -> None:

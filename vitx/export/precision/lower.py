@@ -54,12 +54,13 @@ def lower_precision(
     bounds: how far the result may differ from the float32 graph on these images; by default what a certificate allows.
     accept: called with a graph within the bounds; if it returns False, the search goes on with more in float32.
 
-    Raises InputError for unusable images; CheckFailed for a frozen batch, for weights or activations that are not
-    finite (naming them), and when nothing passes, with the numbers.
+    Raises InputError for unusable images and for a graph that takes or gives something else; CheckFailed for a frozen
+    batch, for weights or activations that are not finite (naming them), and when nothing passes, with the numbers.
     """
     if precision not in get_args(LowerPrecision):
         raise unknown_name("precision", precision, get_args(LowerPrecision))
     _require_images(graph, images)
+    _require_logits(graph)
     if base != "fp32" and precision in HALVES:
         raise InputError(f"base {base} is of int8 and fp8: {precision} is its own")
     if base != "fp32" and precision == "int8" and target == "cpu":
@@ -80,6 +81,19 @@ def _require_images(graph: onnx.ModelProto, images: UInt8Array) -> None:
         shape = ", ".join(map(str, ("n", *expected)))
         raise InputError(f"images are {images.dtype} {images.shape}: the graph takes uint8 ({shape})")
     require_images(len(images), MIN_HALF_IMAGES)  # what ranges need beyond that is asked where images are split
+
+
+def _require_logits(graph: onnx.ModelProto) -> None:
+    """Refuse a graph whose first output, by which it is judged, is no vector of floats an image."""
+    found = "no output"
+    for value in graph.graph.output[:1]:
+        given = value.type.tensor_type
+        kind = onnx.TensorProto.DataType.Name(given.elem_type).lower()
+        sizes = [str(dim.dim_value or dim.dim_param or "?") for dim in given.shape.dim]
+        if kind == "float" and (len(sizes) == 2 or not given.HasField("shape")):
+            return
+        found = f"'{value.name}', {kind} ({', '.join(sizes)}), as its first output"
+    raise InputError(f"the graph gives {found}: expected logits, float (N, C)")
 
 
 def _to_half(
