@@ -307,6 +307,25 @@ def test_every_node_of_the_twin() -> None:
     assert constants["rows"].dtype == np.int64
 
 
+def test_codes_are_not_rounded_in_the_twin() -> None:
+    """A kernel multiplies the codes: of 127 times the scale no half number is made."""
+    scale = np.float16(0.1)
+    nodes = [
+        node("DequantizeLinear", "codes scale zero", "w"),
+        node("Cast", "x", "h", to=TensorProto.FLOAT16),
+        node("Mul", "h w", "m"),
+        node("Cast", "m", "logits", to=FLOAT),
+    ]
+    codes = np.arange(80, 128, dtype=np.int8)
+    half = checked(graph_of(nodes, codes=codes, scale=scale, zero=np.int8(0)))
+    images = np.full((2, 4, 4, 3), 64, np.uint8)  # a power of two: the product alone is rounded
+    products = 64 * codes.astype(np.float32) * np.float32(scale)
+    found = logits_of(checked(cpu_twin(half)), images)
+    np.testing.assert_array_equal(found, np.tile(products.astype(np.float16).astype(np.float32), (2, 1)))
+    made = [each.output[0] for each in cpu_twin(half).graph.node]
+    assert "w" in made and "w/exact" not in made
+
+
 @pytest.mark.parametrize(("kind", "dtype"), HALF)
 def test_the_arithmetic_of_the_twin(kind: int, dtype: Any) -> None:
     """Each tensor is rounded where it is made; products are summed in float32."""
