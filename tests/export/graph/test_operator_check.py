@@ -71,7 +71,8 @@ def test_the_network_is_left_as_it_was() -> None:
     norm = nn.LayerNorm(8)
     network = Network(norm=norm)
     expected_operators(network, torch.zeros(1, 3, 8), 20)
-    assert network.without_grad and not norm._forward_pre_hooks
+    assert network.without_grad
+    assert not norm._forward_pre_hooks
 
     with pytest.raises(RuntimeError, match="normalized_shape"):
         expected_operators(network, torch.zeros(1, 3, 7), 20)
