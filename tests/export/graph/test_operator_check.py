@@ -57,14 +57,11 @@ def test_attention_of_others_is_either() -> None:
 
 @pytest.mark.parametrize(("fused", "operator"), [(True, "Attention"), (False, "Softmax")])
 def test_attention_of_the_export_form_is_one(fused: bool, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network(block=nn.Sequential(Attention(8, 2)))
     attention: Any = ExportAttention.__new__(ExportAttention)
     nn.Module.__init__(attention)
     monkeypatch.setattr(ExportAttention, "is_fused", property(lambda self: fused))
     monkeypatch.setattr(ExportAttention, "forward", lambda self, x: x)
-    network.block[0] = attention
-    found = expected_operators(network, torch.zeros(1, 3, 8), 20)
-    assert found == {"block.0": {operator}}
+    assert expected(block=nn.Sequential(attention)) == {"block.0": {operator}}
 
 
 def test_the_network_is_left_as_it_was() -> None:

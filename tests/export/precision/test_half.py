@@ -470,7 +470,8 @@ def test_a_norm_s_mean_and_deviation_stay_float32(kind: int, dtype: Any) -> None
     assert [value.name for value in twin.graph.output] == ["logits", "mean"]
     images = np.random.default_rng(1).integers(0, 256, (4, 4, 4, 3), dtype=np.uint8)
     found, expected = logits_of(twin, images), logits_of(graph, images)
-    np.testing.assert_allclose(found, expected, rtol=4 * float(ml_dtypes.finfo(dtype).eps))  # type: ignore[no-untyped-call]
+    step = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(found, expected, rtol=4 * step)
 
 
 def test_an_operator_that_the_opset_does_not_have_stays_in_float32() -> None:
