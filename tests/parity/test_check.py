@@ -163,8 +163,8 @@ def test_a_certificate_that_fails_is_written_and_says_why(models: Models) -> Non
     assert result.failures == result.certificate.reasons
     (note,) = result.notes
     assert note == (
-        "bias of the classifier dropped or changed: class 0 has +0.5 on every image (largest logit error 0.5, "
-        "0 once it is undone)"
+        "bias of the classifier dropped or changed: class 0 has +0.5 on every image (largest logit error 0.5 "
+        "in 64 of 320 images, 0 once it is undone)"
     )
     with pytest.raises(CheckFailed) as caught:
         result.require_pass(RUN, BUNDLE)

@@ -267,6 +267,26 @@ def test_what_nothing_explains_recommends_the_trace_unless_there_is_one() -> Non
     assert str(Diagnosis("a cause", 0.12345, 0.5)) == "a cause (largest logit error 0.123, 0.5 once it is undone)"
 
 
+def test_an_error_of_some_of_the_images_is_said_to_be() -> None:
+    """The certificate names the largest of all of them, which may be another."""
+    images = numbered_images([0] * 100, CLASSES)
+    assert "image 2" not in images.evenly_spaced(64).keys
+    table = np.random.default_rng(3).integers(-40, 40, (100, 3)).astype(np.float32)
+    shifted, other = table + 2 * np.eye(3, dtype=np.float32)[0], table.copy()
+    shifted[2, 0] += 5
+    other[2:, 0] += np.arange(98) % 7
+    certificate: Any = SimpleNamespace(max_logit_error_allowed=1e-3, max_logit_error_by_batch_size={1: 7.0, 32: 7.0})
+
+    def note(candidate: Any, images: Any) -> str:
+        return diagnosis_note(model(table), model(candidate), images, certificate, traced=False)
+
+    cause = "bias of the classifier dropped or changed: class 0 has +2 on every image"
+    assert note(shifted, images) == f"{cause} (largest logit error 2 in 64 of 100 images, 0 once it is undone)"
+    unknown = "no common mistake explains the logit error of 6"
+    assert note(other, images) == f"{unknown} in 64 of 100 images: --trace names the layer"
+    assert note(other, images.subset(np.arange(64))) == f"{unknown}: --trace names the layer"
+
+
 def test_a_mistake_is_looked_for_at_the_batch_size_that_is_worst_and_at_none_that_the_candidate_refuses() -> None:
     def in_sevens(numbers: list[int], logits: Any) -> None:
         if len(numbers) > 8:

@@ -33,16 +33,21 @@ class Diagnosis:
     """The mistake that explains the difference, or None.
 
     error: the largest logit error. remaining_error: the largest one against a reference with the same mistake.
+    among: " in 64 of 360 images", the images that were looked at, where they are not all.
     """
 
     cause: str | None
     error: float
     remaining_error: float
+    among: str = ""
 
     def __str__(self) -> str:
         if self.cause is None:
-            return f"no common mistake explains the logit error of {self.error:.3g}: --trace names the layer"
-        return f"{self.cause} (largest logit error {self.error:.3g}, {self.remaining_error:.3g} once it is undone)"
+            return (
+                f"no common mistake explains the logit error of {self.error:.3g}{self.among}: --trace names the layer"
+            )
+        error = f"largest logit error {self.error:.3g}{self.among}"
+        return f"{self.cause} ({error}, {self.remaining_error:.3g} once it is undone)"
 
 
 def diagnose(

@@ -18,7 +18,7 @@ from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.comparison import REFERENCE_BATCH, difference, infer, prepared
-from vitx.parity.diagnosis import diagnose
+from vitx.parity.diagnosis import IMAGES, diagnose
 from vitx.parity.executables.layers import first_divergence
 from vitx.parity.html_report import LayerPlot
 from vitx.parity.loaded_model import LoadedModel
@@ -152,6 +152,7 @@ def diagnosis_note(
     """
     error_by_size = certificate.max_logit_error_by_batch_size
     worst = max(error_by_size, key=lambda size: error_by_size[size])
+    among = f" in {IMAGES} of {len(images)} images" if len(images) > IMAGES else ""
     found = diagnose(
         reference.session,
         candidate.session,
@@ -162,7 +163,7 @@ def diagnosis_note(
         batch_size=worst if worst > 1 else max(error_by_size),
         allowed=certificate.max_logit_error_allowed,
     )
-    return str(found) if found.cause or not traced else "no common mistake explains it"
+    return str(replace(found, among=among)) if found.cause or not traced else "no common mistake explains it"
 
 
 def require_layers(reference: LoadedModel, candidate: LoadedModel, images: ImageSet) -> None:
