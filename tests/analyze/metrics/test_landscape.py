@@ -117,7 +117,8 @@ def test_the_points_are_evenly_spaced_between_both_ends(monkeypatch: pytest.Monk
     monkeypatch.setattr("vitx.analyze.metrics.landscape.progress", recorded)
     found = loss_landscape(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), batches(), radius=0.5, points=5)
     assert found.axis == [-0.5, -0.25, 0, 0.25, 0.5]
-    assert shown == [("landscape", 25, True), *range(25)]
+    assert loss_landscape(network(), batches(), points=3).axis == [-1, 0, 1]
+    assert shown[:26] == [("landscape", 25, True), *range(25)]
     shown.clear()
     context = MetricContext(
         digits_source("n", ColourMean(10)), open_images("digits", "val").first(4), AnalysisOptions()
@@ -287,7 +288,23 @@ def test_a_loss_that_is_the_same_everywhere_or_is_known_at_one_place_is_drawn(va
     for around in (value, None):
         nll: list[list[float | None]] = [[around] * 3, [around, value, around], [around] * 3]
         record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
-        assert png(draw_landscape({"one": record})).startswith(b"\x89PNG")
+        figure = draw_landscape({"one": record})
+        assert png(figure).startswith(b"\x89PNG")
+        contours: Any = figure.axes[0].collections[0]
+        assert contours.levels[0] == value
+        assert contours.levels[-1] <= value + 2e-6 * max(1, value)  # nothing looks like a hill
+
+
+def test_each_network_has_a_row_of_its_loss_from_above_and_as_a_surface() -> None:
+    """One whose loss is nowhere finite said "0 to 1 nats"."""
+    nll: list[list[float | None]] = [[2.0, 2.0, 2.0], [2.0, 1.0, 2.0], [2.0, 2.0, 2.5]]
+    record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
+    figure = draw_landscape({"one": record, "two": record.model_copy(update={"nll": [[None] * 3] * 3})})
+    drawn: list[Any] = [axes for axes in figure.axes if axes.get_xlabel()]
+    places = [(axes.name, axes.get_subplotspec().get_geometry()) for axes in drawn]
+    assert places == [(name, (2, 2, place, place)) for place, name in enumerate(["rectilinear", "3d"] * 2)]
+    titles = ["one\n1 to 2.5 nats, + the weights", "", "two\nnot finite, + the weights", ""]
+    assert [axes.get_title() for axes in drawn] == titles
 
 
 def test_the_edge_has_four_sides() -> None:

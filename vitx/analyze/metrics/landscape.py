@@ -235,7 +235,8 @@ def draw_landscape(results: Results) -> "Figure":
         colours: dict[str, Any] = {"cmap": COLOURS, "norm": BoundaryNorm(levels.tolist(), 256)}
         axes = figure.add_subplot(len(records), 2, 2 * row + 1)
         _draw_contour(figure, axes, record, nll, levels, colours)
-        axes.set_title(f"{network}\n{low:.3g} to {high:.3g} nats, + the weights", fontsize="medium")
+        span = f"{low:.3g} to {high:.3g} nats" if finite.size else "not finite"
+        axes.set_title(f"{network}\n{span}, + the weights", fontsize="medium")
         _draw_surface(figure.add_subplot(len(records), 2, 2 * row + 2, projection="3d"), record, nll, colours)
     return figure
 
