@@ -216,6 +216,7 @@ LINES: list[tuple[str, Record, str]] = [
         "T = 1.5 [1.25, 1.75]: NLL 0.750 → 0.500 [0.400, 0.600], ECE 10.0 % → 2.0 [1.0, 3.0] %",
     ),
     ("trajectory", made(Trajectory, steps=[1, 2, 3], radius=[1.5, 4.0, 2.25]), "3 checkpoints, radius 1.5 → 2.25"),
+    ("trajectory", made(Trajectory, steps=[1], radius=[1.5]), "1 checkpoint, radius 1.5 → 1.5"),
     (
         "variance",
         made(

@@ -17,6 +17,7 @@ from vitx.bench.open_loop import OpenLoopRun
 from vitx.bench.request import BenchRequest, OpenLoopResult, parse_rates
 from vitx.bench.scenarios import ScenarioResult, ScenarioSettings
 from vitx.core.bundle import Bundle
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.core.latency import Setting
 from vitx.core.machine import describe_machine, usable_cores
@@ -94,7 +95,7 @@ def test_percentiles_are_milliseconds_and_null_on_a_refused_request() -> None:
 def test_the_machine_is_its_processor_and_cores(tiny_bundle: Bundle) -> None:
     machine = describe_machine()
     request = request_of(tiny_bundle)
-    assert request.machine == f"{machine['processor']}, {machine['cores']} cores"
+    assert request.machine == f"{machine['processor']}, {counted(int(machine['cores']), 'core')}"
     with pytest.raises(AttributeError):
         request.threads = 1  # type: ignore[misc]  # what was asked for stays
 

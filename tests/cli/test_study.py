@@ -123,9 +123,11 @@ def test_runs_that_failed_are_named_at_the_end(vitx: Vitx, monkeypatch: pytest.M
     failed = {"a-seed0": "too little memory", "b-seed0": "no"}
     ended(monkeypatch, calls, RESULT.model_copy(update={"rows": (), "failed": failed}))
     code, _, err = vitx("study", "losses", "--out", "o")
-    said = "2 runs failed, their output is in 'o/logs': a-seed0: too little memory; b-seed0: no"
+    said = "2 runs failed, the output is in 'o/logs': a-seed0: too little memory; b-seed0: no"
     assert (code, err) == (1, f"error: {said}\n")
     assert calls[2:] == [(TITLE.format("o"), COLUMNS[3:], []), TRAINED]
+    ended(monkeypatch, calls, RESULT.model_copy(update={"rows": (), "failed": {"b-seed0": "no"}}))
+    assert vitx("study", "losses", "--out", "o")[2] == "error: 1 run failed, the output is in 'o/logs': b-seed0: no\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

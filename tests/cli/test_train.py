@@ -141,7 +141,8 @@ def test_a_training_that_is_stopped_says_how_it_goes_on(
 def test_why_fewer_epochs_or_none_were_trained(vitx: Vitx, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     finished = "'runs/mine' has finished its 3 epochs: nothing is left to train\n"
     early = "stopped after 2 of 3 epochs: none was better for selection.patience\n"
-    for epochs, resumed_from, said in ((3, 3, finished), (2, 0, early), (2, 2, finished.replace("3", "2")), (3, 2, "")):
+    one = finished.replace("3 epochs", "1 epoch")
+    for epochs, resumed_from, said in ((3, 3, finished), (2, 0, early), (1, 1, one), (3, 2, "")):
         trained(monkeypatch, calls, epochs, resumed_from)
         assert vitx("train", "mine") == (0, "", said)
         assert vitx("train", "mine", "--quiet") == (0, "", "")

@@ -320,6 +320,10 @@ def sparse_label(root: Path) -> None:
         (few_names, "has labels from 0 to 2 but 2 class names"),
         (other_splits, "has the splits all: expected one of train"),
         (lambda root: rows(root, [1, None, -1], [None] * 3), "says no class for 2 images .* 'train', first in row 1"),
+        (
+            lambda root: rows(root, [1, 1, -1], [None] * 3),
+            "says no class for 1 image of .*, first in row 2",
+        ),
         (cut_arrow, "cannot be read as a Hugging Face data set: "),
         (no_images, "has the columns label, text: expected one of images and one of class labels"),
     ],

@@ -69,10 +69,10 @@ def test_weights_are_loaded_whole(tmp_path: Path) -> None:
     [
         (
             {"0.bias": torch.zeros(4)},
-            r"1 entries differ, the first is '0\.bias' \(\(4,\) in the file, \(3,\) in the model\)",
+            r"1 entry differs, the first is '0\.bias' \(\(4,\) in the file, \(3,\) in the model\)",
         ),
-        ({"0.bias": None}, r"1 entries differ, the first is '0\.bias' \(absent in the file, \(3,\) in the model\)"),
-        ({"2.x": torch.zeros(1)}, r"1 entries differ, the first is '2\.x' \(\(1,\) in the file, absent in the model\)"),
+        ({"0.bias": None}, r"1 entry differs, the first is '0\.bias' \(absent in the file, \(3,\) in the model\)"),
+        ({"2.x": torch.zeros(1)}, r"1 entry differs, the first is '2\.x' \(\(1,\) in the file, absent in the model\)"),
         ({"1.weight": None, "0.weight": None}, r"2 entries differ, the first is '0\.weight'"),
     ],
 )

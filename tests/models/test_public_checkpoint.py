@@ -147,7 +147,7 @@ def test_the_tensors_of_transformers_load(
 @pytest.mark.parametrize(
     ("key", "changed", "message"),
     [
-        ("key.weight", None, r"another architecture: 1 entries differ, .*attn.qkv.weight' \(48×24 in the file, 72×24"),
+        ("key.weight", None, r"another architecture: 1 entry differs, .*attn.qkv.weight' \(48×24 in the file, 72×24"),
         ("key.weight", torch.zeros(24, 7), "queries, keys and values of .* do not fit together"),
         ("key.bias", torch.tensor(1.0), "queries, keys and values of .* do not fit together"),
     ],
@@ -464,7 +464,7 @@ def test_several_entries_that_differ_are_counted(tmp_path: Path) -> None:
     del state["cls_token"], state["extra"]
     state["cls_token"] = network().state_dict()["cls_token"]
     save_file(state, tmp_path / "w.safetensors")
-    with pytest.raises(InputError, match=r"1 entries differ, the first is 'norm.bias' \(a scalar in the file, 24 in"):
+    with pytest.raises(InputError, match=r"1 entry differs, the first is 'norm.bias' \(a scalar in the file, 24 in"):
         load_public_checkpoint(network(), tmp_path / "w.safetensors")
 
 

@@ -96,6 +96,11 @@ def test_everything_that_fails_is_said_and_nothing_else() -> None:
         SIMILAR.replace("0.125", "0.12"),
     )
     assert findings == ()
+    one = replace(worst, flips=(flip(0, 1.0),), probe_flips=1, not_finite=1)
+    said = judged(one, rate=0.001)[0]
+    assert said[0].startswith("1 of 400 images flipped")
+    assert said[3].startswith("1 of 200 images changes class with")
+    assert said[4] == "1 of 400 images has logits that are not finite, allowed 0"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +137,16 @@ def test_tokens_that_move_apart_fail_as_those_that_collapse() -> None:
 
 def test_one_image_that_is_not_finite_fails_whatever_the_rate() -> None:
     (failure,) = judged(replace(HONEST, not_finite=1), rate=0.999)[0]
-    assert failure == "1 of 400 images have logits that are not finite, allowed 0"
+    assert failure == "1 of 400 images has logits that are not finite, allowed 0"
 
 
 @pytest.mark.parametrize(("count", "suggested"), [(1, "0.95"), (2, "0.777"), (298, "0.011")])
 def test_too_few_images_name_a_rate_that_they_can_prove(count: int, suggested: str) -> None:
     with pytest.raises(InputError) as caught:
         check_image_count(count, 0.01)
+    images = "1 image" if count == 1 else f"{count} images"
     assert str(caught.value) == (
-        f"{count} images cannot prove a flip rate of at most 0.01: it takes 299 without a flip; "
+        f"{images} cannot prove a flip rate of at most 0.01: it takes 299 without a flip; "
         f"give more with --data, or ask for --max-flip-rate {suggested}"
     )
     check_image_count(count, float(suggested))

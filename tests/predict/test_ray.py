@@ -287,7 +287,7 @@ def test_shard_that_kills_its_actors_is_given_up_and_the_others_done(
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(
-        EnvironmentMissing, match=r"^10 actors died while working on each of 1 shards, such as Claim\(id=1"
+        EnvironmentMissing, match=r"^10 actors died while working on each of 1 shard, such as Claim\(id=1"
     ):
         on_ray(certified_original, folder, out, ray_cluster, (1, 1))
     killer.join()

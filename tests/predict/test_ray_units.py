@@ -88,10 +88,10 @@ def test_the_pool_is_as_large_as_fits(
 @pytest.mark.parametrize(
     ("nodes", "options", "message"),
     [
-        ([], {}, "an actor needs 1 CPUs, and the largest node of the cluster has 0 CPUs"),
+        ([], {}, "an actor needs 1 CPU, and the largest node of the cluster has 0 CPUs"),
         ([{"CPU": 4}], {"threads": 5}, "an actor needs 5 CPUs, and the largest node of the cluster has 4 CPUs"),
         ([{"CPU": 4}], {"threads": 5, "ray_actors": (1, 2)}, "an actor needs 5 CPUs"),
-        ([{"CPU": 4}], {"device": "cuda"}, "needs 1 CPUs and a GPU, and the largest node with a GPU of the cluster"),
+        ([{"CPU": 4}], {"device": "cuda"}, "needs 1 CPU and a GPU, and the largest node with a GPU of the cluster"),
         ([{"CPU": 2, "GPU": 1}], {"decode_threads": 3}, "needs 3 CPUs and a GPU, and the largest node with a GPU of"),
     ],
 )

@@ -166,5 +166,5 @@ def test_as_many_unreadable_images_as_allowed_are_no_error(tmp_path: Path) -> No
     shards = {Shard("images", "", 0, 4): ShardRecord("a", 4, 1, {0: 3}, 4)}
     found = summary_of(tmp_path, shards, SkippedNames())
     found.check_errors(0.25)
-    with pytest.raises(CheckFailed, match=r"^1 of 4 images are unreadable, more than --max-error-rate 0\.2: "):
+    with pytest.raises(CheckFailed, match=r"^1 of 4 images is unreadable, more than --max-error-rate 0\.2: "):
         found.check_errors(0.2)

@@ -38,6 +38,13 @@ def test_other_names_of_a_server_of_this_machine_are_refused(hosts: AllowedHosts
     assert refusal(hosts, host) == (403, "host", text)
 
 
+def test_without_names_that_are_given_only_a_server_for_others_has_any() -> None:
+    for bound in ("10.1.2.3", "::", None):
+        AllowedHosts(bound, ()).check("vitx.default.svc:8000", None)
+    for bound in ("127.0.0.1", "::1"):
+        assert refusal(AllowedHosts(bound, ()), "rebound.example")[1] == "host"
+
+
 def test_a_long_name_is_refused_in_a_short_line() -> None:
     assert refusal(LOCAL, "x" * 100)[2].startswith(f"Host '{'x' * 80}' is")
     assert refusal(LOCAL, None, "y" * 100)[2].startswith(f"the page's origin '{'y' * 80}' is")

@@ -17,6 +17,7 @@ from vitx.analyze.metric_figures import COLOURS
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.confidence import Confidence, Mistake
 from vitx.analyze.metrics.rollout import Rollout
+from vitx.core.console import counted
 from vitx.core.files import Record
 from vitx.core.page import data_url, page, picture, section, table
 from vitx.core.panels import elided
@@ -89,7 +90,8 @@ def _differences(names: Sequence[str], found: Sequence[Difference]) -> Iterator[
     yield section(
         "differences",
         f"What differs: {names[1]} less {names[0]}",
-        f"{count} of {len(found)} numbers differ significantly (paired on the same images, p adjusted by Holm)."
+        f"{count} of {counted(len(found), 'number')} differ{'s' * (count == 1)} significantly (paired on the same "
+        "images, p adjusted by Holm)."
         if found
         else "Nothing was measured of both networks on ten images or more.",
     )
@@ -133,7 +135,7 @@ def _mistakes(network: str, analysis: Analysis) -> Iterator[str]:
     looked = _looked_at(analysis)
     items = [_item(analysis, each, looked.get(each.image)) for each in found.mistakes]
     wrong = round(len(analysis.images) * (1 - found.accuracy))
-    yield f"<h3>The surest of {wrong} wrong answers of {html.escape(network)}</h3>"
+    yield f"<h3>The surest of {counted(wrong, 'wrong answer')} of {html.escape(network)}</h3>"
     yield f'<ul class="images">{"".join(items)}</ul>'
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from vitx.bench.closed_loop import random_images
 from vitx.bench.timing import Lane
 from vitx.core.bundle import Bundle, timestamp
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
@@ -39,7 +39,7 @@ def tune(bundle: Bundle, load: LoadWithThreads, *, cores: int, quiet: bool = Fal
             split: opened.enter_context(load_instances(partial(load, split[1]), *split)) for split in core_splits(cores)
         }
         tried = [_Trial(session, *split, images[:size]) for split, session in sessions.items() for size in BATCH_SIZES]
-        log(f"tune: {len(tried)} settings on {cores} cores", quiet=quiet)
+        log(f"tune: {counted(len(tried), 'setting')} on {counted(cores, 'core')}", quiet=quiet)
         for trial in tried:
             trial.take_turn(TRIAL_SECONDS)
         fastest = max(trial.setting().images_per_second for trial in tried)

@@ -13,6 +13,7 @@ from vitx.bench.closed_loop import Loader, device_of, random_images
 from vitx.bench.open_loop import OpenLoopRun, check_arrivals
 from vitx.bench.scenarios import Scenario, ScenarioResult, ScenarioSettings, run_at_rate, run_scenario
 from vitx.core.bundle import Bundle, timestamp
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.latency import Tuning
@@ -76,7 +77,7 @@ class BenchRequest:
     @property
     def machine(self) -> str:
         machine = describe_machine()
-        return f"{machine['processor']}, {machine['cores']} cores"
+        return f"{machine['processor']}, {counted(int(machine['cores']), 'core')}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -122,9 +122,8 @@ def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool)
     if as_json:
         print_json(report.model_dump(mode="json"))
         return
-    title = (
-        f"{request.bundle.manifest.name} on {request.machine}: {report.instances} × {report.runtime['threads']} threads"
-    )
+    threads = counted(report.runtime["threads"], "thread")
+    title = f"{request.bundle.manifest.name} on {request.machine}: {report.instances} × {threads}"
     percentiles = ("p50 ms", "p90 ms", "p95 ms", "p99 ms")
     for columns, results in (
         (("images/s asked", "answered/s", "refused", *percentiles, "late ms"), report.open_loop),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, not_empty
-from vitx.core.console import log, print_fields, print_json, print_table
+from vitx.core.console import counted, log, print_fields, print_json, print_table
 from vitx.core.errors import CheckFailed, InputError
 from vitx.train.options import StudyKind
 
@@ -86,7 +86,7 @@ def command(
         _print(result, folder)
     if result.failed:
         names = "; ".join(f"{name}: {reason}" for name, reason in result.failed.items())
-        raise CheckFailed(f"{len(result.failed)} runs failed, their output is in '{folder / 'logs'}': {names}")
+        raise CheckFailed(f"{counted(len(result.failed), 'run')} failed, the output is in '{folder / 'logs'}': {names}")
 
 
 def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, from_records
-from vitx.core.console import log, log_next, print_fields, print_json, print_result, print_table
+from vitx.core.console import counted, log, log_next, print_fields, print_json, print_result, print_table
 from vitx.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _train(
         return
     done = len(result.history)
     if result.resumed_from == done:
-        log(f"'{folder}' has finished its {done} epochs: nothing is left to train", quiet=quiet)
+        log(f"'{folder}' has finished its {counted(done, 'epoch')}: nothing is left to train", quiet=quiet)
     elif done < resolved.epochs:
         log(f"stopped after {done} of {resolved.epochs} epochs: {OUT_OF_PATIENCE}", quiet=quiet)
     metric = resolved.selection.metric

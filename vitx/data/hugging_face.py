@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vitx.core.console import counted
 from vitx.core.errors import UNUSABLE, InputError, missing_package
 from vitx.core.preprocess import ImageError
 from vitx.data.image_set import SPLIT_NAMES, ImageSet, Split, read_piece
@@ -73,7 +74,8 @@ def open_hugging_face(root: Path, split: Split) -> ImageSet:
     unknown = np.flatnonzero((labels < 0) | (labels >= len(names)))
     if len(unknown):
         raise InputError(
-            f"'{root}' says no class for {len(unknown)} images of the split '{name}', first in row {unknown[0]}"
+            f"'{root}' says no class for {counted(len(unknown), 'image')} of the split '{name}', first in row "
+            f"{unknown[0]}"
         )
     return ImageSet(
         name=str(root),

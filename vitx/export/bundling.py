@@ -22,7 +22,7 @@ from vitx.core.bundle import (
     read_manifest,
     timestamp,
 )
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import InputError, VitxError
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
@@ -266,7 +266,7 @@ def _check_trained(traced: Traced, *, certified: bool) -> None:
         log(f"warning: {lacks}")
     if traced.untrained:
         log(
-            f"warning: {len(traced.untrained)} BatchNorm layers never saw a batch, the first is "
+            f"warning: {counted(len(traced.untrained), 'BatchNorm layer')} never saw a batch, the first is "
             f"'{traced.untrained[0]}': their initial statistics are folded as they are"
         )
 

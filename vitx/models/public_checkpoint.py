@@ -286,8 +286,9 @@ def _require_same_architecture(
     )
     if differing:
         first = differing[0]
+        many = "1 entry differs" if len(differing) == 1 else f"{len(differing)} entries differ"
         raise InputError(
-            f"'{path}' is of another architecture: {len(differing)} entries differ, the first is '{first}' "
+            f"'{path}' is of another architecture: {many}, the first is '{first}' "
             f"({_shape(found.get(first))} in the file, {_shape(expected.get(first))} in the model); "
             "choose the model it was trained as"
         )

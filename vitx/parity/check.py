@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.certificate import Certificate
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import check_file, write_bytes
 from vitx.core.urls import read_token
@@ -89,7 +89,8 @@ def check_parity(
         log_skipped(split)
         images = sample_images(split, options.images, options.max_flip_rate)
         if max(options.batch_sizes, default=0) > len(images):
-            raise InputError(f"--batch-sizes {max(options.batch_sizes)}: expected at most the {len(images)} images")
+            most = counted(len(images), "image")
+            raise InputError(f"--batch-sizes {max(options.batch_sizes)}: expected at most the {most}")
         if options.trace:
             require_layers(reference, candidate, images)
         result = _measure(reference, candidate, images, options, whole=len(images) == len(split), quiet=quiet)

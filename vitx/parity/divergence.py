@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from vitx.core.bundle import Base, Precision
 from vitx.core.certificate import TokenSimilarity
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD, SIMILARITY_ALLOWED, allowed_logit_error
@@ -77,7 +78,8 @@ class Trace:
         own = "" if layer.own is None else f", {layer.own:.3g} of it its own"
         numbers = f"relative error {layer.error:.3g}{own}"
         if self.culprit is None:
-            return f"the layers agree on {self.images} images, {BATCH} at a time: {named} adds most ({numbers})"
+            images = counted(self.images, "image")
+            return f"the layers agree on {images}, {BATCH} at a time: {named} adds most ({numbers})"
         most = layer.error if layer.own is None else layer.own
         before = _own_errors(self.layers) if math.isfinite(layer.error) else []  # else it is the first of those
         first = next((name for error, name in before if error >= EXPLAINED * most), named)

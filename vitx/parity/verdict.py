@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.data.image_set import ImageSet
 from vitx.parity.comparison import Comparison
@@ -36,7 +37,7 @@ def _checks(measured: Comparison, max_flip_rate: float, max_logit_error: float) 
     worst_size = max(by_size, key=lambda size: by_size[size])
     yield (
         measured.flip_rate_bound <= max_flip_rate,
-        f"{flips} of {n} images flipped{margin}: flip rate at most {measured.flip_rate_bound:.6f} "
+        f"{flips} of {counted(n, 'image')} flipped{margin}: flip rate at most {measured.flip_rate_bound:.6f} "
         f"(95 %), allowed {max_flip_rate:g}",
     )
     yield (
@@ -47,7 +48,8 @@ def _checks(measured: Comparison, max_flip_rate: float, max_logit_error: float) 
         yield from _batch_checks(measured, max_flip_rate, max_logit_error)
     yield (
         measured.not_finite == 0,
-        f"{measured.not_finite} of {n} images have logits that are not finite, allowed 0",
+        f"{measured.not_finite} of {counted(n, 'image')} {'has' if measured.not_finite == 1 else 'have'} logits that "
+        "are not finite, allowed 0",
     )
 
 
@@ -60,8 +62,9 @@ def _batch_checks(measured: Comparison, max_flip_rate: float, max_logit_error: f
     )
     yield (
         measured.probe_flips <= max_flip_rate * measured.probe_images,
-        f"{measured.probe_flips} of {measured.probe_images} images change class with the batch size or their "
-        f"neighbours: rate at most {measured.probe_flip_rate_bound:.4f} (95 %), allowed seen {max_flip_rate:g}",
+        f"{measured.probe_flips} of {counted(measured.probe_images, 'image')} "
+        f"change{'s' * (measured.probe_flips == 1)} class with the batch size or their neighbours: rate at most "
+        f"{measured.probe_flip_rate_bound:.4f} (95 %), allowed seen {max_flip_rate:g}",
     )
 
 
@@ -81,7 +84,7 @@ def check_image_count(count: int, max_flip_rate: float) -> None:
         raise InputError("no images: parity needs real images to compare on")
     if clopper_pearson_upper(0, count) > max_flip_rate:
         raise InputError(
-            f"{count} images cannot prove a flip rate of at most {max_flip_rate:g}: it takes "
+            f"{counted(count, 'image')} cannot prove a flip rate of at most {max_flip_rate:g}: it takes "
             f"{images_needed(max_flip_rate)} without a flip; give more with --data, or ask for "
             f"--max-flip-rate {provable_rate(count):g}"
         )

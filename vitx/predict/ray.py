@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.console import counted
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, naming_extra
 from vitx.core.files import sha256_file
 from vitx.core.machine import installed_version
@@ -237,9 +238,9 @@ class RayPool:
         if not fit and (nodes or not actors):
             largest = max((node["CPU"] for node in nodes), default=0)
             raise EnvironmentMissing(
-                f"an actor needs {cpus} CPUs{' and a GPU' if gpus else ''}, and the largest node"
-                f"{' with a GPU' if gpus else ''} of the cluster has {largest:.0f} CPUs: lower --threads and "
-                "--decode-threads, or choose another --device"
+                f"an actor needs {counted(cpus, 'CPU')}{' and a GPU' if gpus else ''}, and the largest node"
+                f"{' with a GPU' if gpus else ''} of the cluster has {counted(round(largest), 'CPU')}: lower --threads "
+                "and --decode-threads, or choose another --device"
             )
         min_actors, max_actors = actors or (1, fit)
         return PoolSize(cpus, gpus, min_actors, min_actors if actors else fit, max_actors)
@@ -272,8 +273,9 @@ def _finished(claims: list[Claim], dataset: Dataset) -> Generator[Finished, None
                 yield result
     if left:
         raise EnvironmentMissing(
-            f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
-            "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
+            f"{ATTEMPTS} actors died while working on each of {counted(len(left), 'shard')}, such as "
+            f"{next(iter(left))}: Ray's logs on the nodes say why, for example that memory ran out; finished shards "
+            "are kept"
         )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import Bundle, timestamp
+from vitx.core.bundle import MANIFEST, Bundle, timestamp
+from vitx.core.console import counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record, read_record, write_json
 from vitx.core.machine import installed_versions
@@ -110,8 +112,9 @@ class PredictionSummary(Record):
             )
         if self.images and self.errors / self.images > max_error_rate:
             raise CheckFailed(
-                f"{self.errors} of {self.images} images are unreadable, more than --max-error-rate {max_error_rate:g}: "
-                "the column `error` has the reasons; all others are predicted"
+                f"{self.errors} of {counted(self.images, 'image')} {'is' if self.errors == 1 else 'are'} unreadable, "
+                f"more than --max-error-rate {max_error_rate:g}: the column `error` has the reasons; "
+                "all others are predicted"
             )
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitx.core.bundle import MANIFEST, local_bundle, url_of
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.core.ray_connection import cluster_nodes
@@ -64,7 +65,7 @@ def share_of(args: ServeOptions, *, may_grow: bool) -> tuple[int, int, int | Non
     threads = args.threads or (None if on_gpu else max(1, min(sum(cores) // most, max(cores)) // instances))
     cpus = instances * (threads or 1)
     if not may_grow and (least * cpus > sum(cores) or least * on_gpu > gpus):
-        what = f"{least} replicas of {cpus} CPUs" + " and a GPU" * on_gpu
+        what = f"{counted(least, 'replica')} of {counted(cpus, 'CPU')}" + " and a GPU" * on_gpu
         raise InputError(f"{what} each do not fit: ask for fewer --replicas, --instances or --threads")
     return cpus, int(on_gpu), threads
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vitx.core.console import can_redraw
+from vitx.core.console import can_redraw, counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record
 from vitx.core.run import RunFolder
@@ -56,7 +56,7 @@ def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
         if progress.ended:
             return
         if gone:
-            done = f"{len(state.history)} of {progress.epochs} epochs"
+            done = f"{len(state.history)} of {counted(progress.epochs, 'epoch')}"
             raise CheckFailed(
                 f"the process that trained '{run.path}' is gone after {done}: resume with `vitx train … --resume`"
             )

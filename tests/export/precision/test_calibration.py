@@ -269,6 +269,9 @@ def test_half_types_take_fewer_images_than_ranges_do(monkeypatch: pytest.MonkeyP
         InputError, match="31 images to judge a lower precision on: give at least 32 real ones, and 320"
     ):
         sample_images(Numbered(31), Preprocessing(image_size=32), least=32)  # type: ignore[arg-type]
+    for least, why in ((32, "to judge a lower precision on"), (320, "to calibrate on")):
+        with pytest.raises(InputError, match=f"^1 image {why}: "):
+            sample_images(Numbered(1), Preprocessing(image_size=32), least=least)  # type: ignore[arg-type]
 
 
 def test_a_threshold_is_that_of_all_values_so_far() -> None:

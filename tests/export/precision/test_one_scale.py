@@ -97,7 +97,7 @@ def test_a_scale_for_each_channel_where_one_fails(monkeypatch: pytest.MonkeyPatc
         "0 layers in float32, 3 weights with one scale",
         "0 layers in float32",
         "0 layers in float32, 2 weights with one scale",
-        "0 layers in float32, 1 weights with one scale",
+        "0 layers in float32, 1 weight with one scale",
     ]
     weights = {"first": "A", "second": "B", "third": "C"}
     names = {tensor.name for tensor in lowered.graph.graph.initializer}

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from vitx.core.console import counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.data.image_set import evenly_spaced
@@ -164,7 +165,7 @@ def test_layers_stay_in_float_the_most_sensitive_first() -> None:
     assert (lowered.details["layers"], lowered.details["quantized"]) == (3, 2)
     whats = [trial["what"] for trial in lowered.details["trials"]]
     assert whats[0] == "0 layers in float32"
-    assert whats[-1] == "1 layers in float32"
+    assert whats[-1] == "1 layer in float32"
 
 
 @pytest.mark.parametrize(("kind", "methods", "fused"), [("int8", 3, True), ("fp8", 2, False)])
@@ -365,7 +366,7 @@ def test_nodes_that_overflow_are_islands_and_their_values_are_told() -> None:
     assert lowered.details["largest_activation"] == 76500.0
     whats = [trial["what"] for trial in lowered.details["trials"]]
     assert whats[:2] == ["no island", "3 islands, where it overflows"]
-    assert set(whats[2:]) <= {f"{count} islands" for count in range(1, 4)}
+    assert set(whats[2:]) <= {counted(count, "island") for count in range(1, 4)}
     assert list(lowered.details["rounding"]) == ["grow it", "keep", "shrink"]
 
 
@@ -466,5 +467,5 @@ def test_the_caller_has_the_last_word_on_a_half_graph() -> None:
 
     lowered = lower_precision(grown(1 / 3), "fp16", images_of(40), bounds=LARGE, accept=accept, quiet=True)
     trials = [(trial["what"], trial["accepted"]) for trial in lowered.details["trials"]]
-    assert trials == [("no island", False), ("1 islands", True)]
+    assert trials == [("no island", False), ("1 island", True)]
     assert len(lowered.islands) == 1

@@ -166,7 +166,7 @@ def test_a_disk_that_takes_a_part_of_the_lines_breaks_one_at_most(tmp_path: Path
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
     with path.open("wb") as file:
         ran = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment, timeout=HANG)
-    assert ran.stderr == f"vitx: cannot write the access log '{target}': File too large; 2 lines are lost\n"
+    assert ran.stderr == f"vitx: cannot write the access log '{target}': File too large; 2 lines lost\n"
     lines = [line for each in [*moved, path] for line in each.read_bytes().splitlines()]
     ids = [json.loads(line)["id"] if line.endswith(b"}") else "broken" for line in lines]
     assert ids == ["1", "2", *["broken"] * (cut > 0), "5"]

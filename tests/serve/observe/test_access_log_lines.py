@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from server_process import wait_until
+from vitx.core.console import counted
 from vitx.serve.observe import access_log
 from vitx.serve.observe.access_log import AccessLog
 from vitx.serve.observe.request_record import RequestRecord
@@ -199,7 +200,7 @@ def test_what_a_file_takes_in_part_breaks_one_line_and_is_reported_once_a_minute
         clock.now += after
         write(log, str(number))
         wait_until(lambda number=number: log._failed == number)
-        reported += f"vitx: cannot write the access log 'log': {why}; {number} lines are lost\n" * lost
+        reported += f"vitx: cannot write the access log 'log': {why}; {counted(number, 'line')} lost\n" * lost
     file.room = 10**6
     write(log, "4")
     log.close()

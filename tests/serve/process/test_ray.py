@@ -275,9 +275,9 @@ def test_a_replica_takes_its_share_of_the_cores_or_a_gpu(
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"threads": 5}, "1 replicas of 5 CPUs each"),
+        ({"threads": 5}, "1 replica of 5 CPUs each"),
         ({"replicas": (3, 3), "threads": 2}, "3 replicas of 2 CPUs each"),
-        ({"device": "cuda"}, "1 replicas of 1 CPUs and a GPU each"),
+        ({"device": "cuda"}, "1 replica of 1 CPU and a GPU each"),
     ],
 )
 def test_what_does_not_fit_on_this_machine_is_refused(

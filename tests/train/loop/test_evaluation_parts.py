@@ -83,7 +83,7 @@ def test_each_process_reads_its_own_images() -> None:
     assert [len(_images_of_process(IMAGES, Processes(rank, 7))) for rank in range(7)] == [1] * 7
     with pytest.raises(InputError) as refused:
         _images_of_process(IMAGES, Processes(0, 8))
-    assert str(refused.value) == "7 images to evaluate are fewer than the 8 processes: start fewer"
+    assert str(refused.value) == "7 images to evaluate, fewer than the 8 processes: start fewer"
 
 
 def test_means_count_as_many_images_as_they_are_of() -> None:

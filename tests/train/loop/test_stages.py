@@ -76,6 +76,8 @@ def test_the_rate_is_said_at_the_start() -> None:
     assert describe_rate(get_recipe("digits-deit").model_copy(update={"epochs": 3}), 64) == (
         "learning rate 0.002 at 64 images a step; 1.5 epochs of warm-up, half of all instead of 4.5"
     )
+    of_two = get_recipe("digits-deit").model_copy(update={"epochs": 2})
+    assert describe_rate(of_two, 64).endswith("; 1 epoch of warm-up, half of all instead of 4.5")
 
 
 def test_the_rate_grows_with_the_batch() -> None:
@@ -162,7 +164,7 @@ def test_a_constant_average_begins_with_the_initial_weights(image_folder: Path, 
             r"stages end after \[3, 2\] epochs",
         ),
         ("model.kwargs.drop_path_rate=0", r"model\.kwargs\.drop_path_rate=0 leaves out of the network"),
-        ("schedule.cooldown_epochs=1", r"schedule\.cooldown_epochs 1 is half of the 2 epochs or more"),
+        ("schedule.cooldown_epochs=1", r"schedule\.cooldown_epochs 1 is half of 2 epochs or more"),
         ("schedule.min_lr=1", r"schedule\.min_lr 1 is above the learning rate"),
     ],
 )

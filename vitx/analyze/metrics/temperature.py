@@ -9,6 +9,7 @@ from vitx.analyze.accuracy import Labels
 from vitx.analyze.intervals import FEWEST, Interval, Measured, mean_interval, with_interval
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metrics.confidence import LogitArray, LogitCollector, ece_interval, require_labels
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.core.probabilities import Float64Array, below_largest, classification_metrics, log_softmax, softmax
 
@@ -66,7 +67,7 @@ def temperature_scaling(logits: LogitArray, labels: Labels) -> TemperatureScalin
     """
     if len(labels) < 2:
         raise InputError(
-            f"{len(labels)} images: expected at least 2, one to fit a temperature on, one to measure it on"
+            f"{counted(len(labels), 'image')}: expected at least 2, one to fit a temperature on, one to measure it on"
         )
     halves = (fit_temperature(logits[::2], labels[::2]), fit_temperature(logits[1::2], labels[1::2]))
     scaled = np.array(logits, dtype=np.float64)

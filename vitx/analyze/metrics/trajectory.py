@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitx.analyze.metric import Metric, MetricContext, NotApplicable
+from vitx.core.console import counted
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
 from vitx.core.panels import LINES, WIDTH, Results
@@ -189,7 +190,7 @@ def draw_trajectory(results: Results) -> "Figure":
 
 
 def _trajectory_line(found: Trajectory) -> str:
-    return f"{len(found.steps)} checkpoints, radius {found.radius[0]:.3g} → {found.radius[-1]:.3g}"
+    return f"{counted(len(found.steps), 'checkpoint')}, radius {found.radius[0]:.3g} → {found.radius[-1]:.3g}"
 
 
 TRAJECTORY_METRIC = Metric(

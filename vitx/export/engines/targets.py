@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 
 from vitx.core.bundle import Base, Precision
+from vitx.core.console import counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_bytes
 from vitx.core.preprocess import Preprocessing
@@ -161,5 +162,6 @@ def convert_limited(
         except CheckFailed as reason:
             raise ConversionCrashed(f"{crash}; {reason}") from None
         raise ConversionCrashed(
-            f"{crash}; {len(part.graph.node)} nodes that do the same, and a script that shows it, are in {failed}"
+            f"{crash}; a graph of {counted(len(part.graph.node), 'node')} that does the same, and a script that shows "
+            f"it, are in {failed}"
         ) from None

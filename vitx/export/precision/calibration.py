@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from vitx.core.console import Progress
+from vitx.core.console import Progress, counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.data.image_set import ImageSet, evenly_spaced
@@ -64,12 +64,12 @@ def require_images(count: int, least: int = MIN_IMAGES) -> None:
         return
     if least < MIN_IMAGES:
         raise InputError(
-            f"{count} images to judge a lower precision on: give at least {least} real ones, and {MIN_IMAGES} where "
-            "ranges are calibrated (int8, fp8)"
+            f"{counted(count, 'image')} to judge a lower precision on: give at least {least} real ones, and "
+            f"{MIN_IMAGES} where ranges are calibrated (int8, fp8)"
         )
     raise InputError(
-        f"{count} images to calibrate on: ranges take at least {MIN_CALIBRATION} real images, and others are held "
-        f"out to judge them, so give at least {MIN_IMAGES}"
+        f"{counted(count, 'image')} to calibrate on: ranges take at least {MIN_CALIBRATION} real images, and others "
+        f"are held out to judge them, so give at least {MIN_IMAGES}"
     )
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 
+from vitx.core.console import counted
 from vitx.core.preprocess import UInt8Array
 from vitx.data.image_set import evenly_spaced
 from vitx.export.graph.dataflow import Dataflow
@@ -63,10 +64,10 @@ def find_islands(overflow: Overflow, judge: Judge) -> tuple[tuple[str, ...], dic
     rest = sorted((name for name in added if name not in overflow.nodes), key=lambda name: -added[name])
     ordered = [*overflow.nodes, *rest]
     count = len(overflow.nodes)
-    if count and judge.passes(half.build(overflow.nodes), f"{count} islands, where it overflows"):
+    if count and judge.passes(half.build(overflow.nodes), f"{counted(count, 'island')}, where it overflows"):
         # No other island is needed, and perhaps not all of these: a large value may be harmless (before a Softmax).
         ordered = list(overflow.nodes)
-    islands = minimal_subset(ordered, lambda names: judge.passes(half.build(names), f"{len(names)} islands"))
+    islands = minimal_subset(ordered, lambda names: judge.passes(half.build(names), counted(len(names), "island")))
     return islands, {name: added.get(name, 0.0) for name in ordered[: max(20, len(islands))]}
 
 

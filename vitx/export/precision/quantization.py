@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 
 from vitx.core.bundle import Base
-from vitx.core.console import log, progress
+from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
@@ -145,8 +145,8 @@ class _Search:
     def passes(self, left_out: Sequence[str]) -> bool:
         if len(left_out) == len(self.quantized.layers):
             raise CheckFailed(self._nothing_passes())
-        coarse = f", {len(self.one_scale)} weights with one scale" if self.one_scale else ""
-        return self.judge.passes(self.without(left_out), f"{len(left_out)} layers in {self.rest}{coarse}")
+        coarse = f", {counted(len(self.one_scale), 'weight')} with one scale" if self.one_scale else ""
+        return self.judge.passes(self.without(left_out), f"{counted(len(left_out), 'layer')} in {self.rest}{coarse}")
 
     def run(self) -> tuple[tuple[str, ...], dict[str, float]]:
         """The layers that are not quantised, and the mean logit error of each alone (if that was needed).

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from vitx.core.bundle import CERTIFICATE, MANIFEST, WITNESS, Bundle
 from vitx.core.certificate import Certificate, Executable, Verdict
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import require_seal
 from vitx.parity.certification import check_graph
@@ -35,7 +35,7 @@ def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) ->
         return known
     witness = read_witness(bundle)
     assert witness is not None
-    log(f"vitx: first load here: {len(witness)} witness images through {executable}", quiet=quiet)
+    log(f"vitx: first load here: {counted(len(witness), 'witness image')} through {executable}", quiet=quiet)
     verdict = _judged(bundle, witness, session, certificate.max_flip_rate, quiet=quiet)
     require_passing(bundle.path, verdict)
     return verdict

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from vitx.core.console import counted
 from vitx.core.errors import EnvironmentMissing, InputError, naming_extra
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.remote import BlockReader, NotGiven
@@ -180,7 +181,7 @@ def read_rows(
                 yield _image(value, name.rpartition("/")[0]), None if key is None else str(key), row
             left -= len(batch)
         if left:  # pyarrow takes some damage for the end
-            raise OSError(f"{left} rows are missing at the end of the row group")
+            raise OSError(f"{counted(left, 'row')} too few at the end of the row group")
 
 
 def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:

@@ -17,7 +17,7 @@ from io import FileIO
 from json.encoder import encode_basestring_ascii as _quoted  # a fourth of the time of json.dumps of the whole line
 from pathlib import Path
 
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
@@ -126,7 +126,7 @@ class AccessLog:
                 self._told -= lost
             if time.monotonic() >= self._report_due:
                 self._report_due = time.monotonic() + _REPEAT_SECONDS
-                reason = f"{error.strerror}; {lost + failed} lines are lost"
+                reason = f"{error.strerror}; {counted(lost + failed, 'line')} lost"
                 log(f"vitx: cannot write the access log '{self._target}': {reason}")
 
     def _reopen(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import InputError, naming_extra
 from vitx.serve.callbacks import start_kept
 from vitx.serve.http.app import App
@@ -247,7 +247,7 @@ class Server:
                     await asyncio.sleep(0.02)
                 await models.close()
         except TimeoutError:
-            log(f"vitx: {models.active or self._unread()} requests did not finish within {seconds:g} s")
+            log(f"vitx: {counted(models.active or self._unread(), 'request')} did not finish within {seconds:g} s")
         self._uvicorn.should_exit = True
         asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 0)  # a load or a canary cannot be interrupted
 

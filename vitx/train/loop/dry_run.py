@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vitx.core.console import counted
 from vitx.core.errors import CheckFailed
 from vitx.core.run import RunFolder
 from vitx.train.loop.checkpoint import newest_checkpoint
@@ -55,7 +56,7 @@ def dry_run(
             "network": f"{recipe.model.name}, {parameters / 1e6:.2f} M parameters",
             "begins from": str(saved[0]) if saved else recipe.model.initial_checkpoint or "random weights",
             "a batch": f"{data.batch_size} × 3 × {size} × {size}",
-            "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {recipe.epochs} epochs",
+            "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {counted(recipe.epochs, 'epoch')}",
             "learning rate": recipe.optimizer.rate(data.batch_size),
             **({"without effect": "; ".join(idle)} if (idle := idle_settings(recipe)) else {}),
             "memory (GiB)": round(_memory_gib(trainer.device), 2),

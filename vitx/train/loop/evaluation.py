@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.core.console import progress
+from vitx.core.console import counted, progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics
@@ -92,7 +92,7 @@ def _images_of_process(images: ImageSet, processes: Processes) -> ImageSet:
         return images
     if len(images) < processes.count:
         raise InputError(
-            f"{len(images)} images to evaluate are fewer than the {processes.count} processes: start fewer"
+            f"{counted(len(images), 'image')} to evaluate, fewer than the {processes.count} processes: start fewer"
         )
     return images.subset(processes.indices(len(images)))
 

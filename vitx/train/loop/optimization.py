@@ -157,7 +157,7 @@ def describe_rate(recipe: Recipe, batch_size: int) -> str:
     cut = f", half of all instead of {schedule.warmup_epochs:g}" if warmup < schedule.warmup_epochs else ""
     return (
         f"learning rate {optimizer.rate(batch_size):g} at {batch_size} images a step{scaled}; "
-        f"{warmup:g} epochs of warm-up{cut}"
+        f"{warmup:g} {'epoch' if warmup == 1 else 'epochs'} of warm-up{cut}"
     )
 
 

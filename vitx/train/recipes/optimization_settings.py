@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
+from vitx.core.console import counted
 from vitx.core.files import Record
 from vitx.train.recipes.image_and_loss_settings import Decay, Fraction, Losses, PositiveFloat, Weight
 
@@ -125,7 +126,7 @@ def refuse_impossible_schedule(rate: float, schedule: Schedule, epochs: int) -> 
         raise ValueError(f"schedule.min_lr {schedule.min_lr:g} is above the learning rate {rate:g}: lower it")
     if schedule.cooldown_epochs >= epochs / 2:
         raise ValueError(
-            f"schedule.cooldown_epochs {schedule.cooldown_epochs:g} is half of the {epochs} epochs or more: set "
+            f"schedule.cooldown_epochs {schedule.cooldown_epochs:g} is half of {counted(epochs, 'epoch')} or more: set "
             "schedule.cooldown_epochs=0, or more epochs"
         )
 
