@@ -59,6 +59,8 @@ def test_hsic_is_the_mean_over_quadruples() -> None:
 def test_rotation_scale_and_shift_change_nothing() -> None:
     rotation = torch.linalg.qr(seq(0.4, 5, 5))[0]
     assert linear_cka(X, 3 * X @ rotation + 7).item() == pytest.approx(1, abs=1e-9)
+    centred = X - X.mean(dim=0)  # of so small a mean nothing is taken for its rounding
+    assert linear_cka(centred, Y).item() == pytest.approx(linear_cka(X, Y).item(), abs=1e-9)
 
 
 def test_float16_is_widened_before_its_products_overflow() -> None:

@@ -312,6 +312,10 @@ def test_the_edge_has_four_sides() -> None:
     nll: list[list[float | None]] = [[2.0, 2.0, None], [50.0, 1.0, 0.5], [2.0, 2.0, 2.0]]
     record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
     assert LANDSCAPE_METRIC.line(record) == "NLL 1.000 at the weights, 0.5 to 50 at the edge"
+    wide = np.full((7, 7), 4.0)
+    wide[3, 3] = 3.0
+    record = record.model_copy(update={"axis": [*range(-3, 4)], "nll": wide.tolist()})
+    assert LANDSCAPE_METRIC.line(record) == "NLL 3.000 at the weights, 4 to 4 at the edge"
 
 
 @pytest.mark.parametrize(("high", "label", "ends"), [(3.0, "NLL (nats)", (1.0, 3.0)), (100.0, "log₁₀ NLL", (0.0, 2.0))])
