@@ -14,6 +14,11 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 LOCAL = AllowedHosts("127.0.0.1", ("VITX.example", "[fe80::1]"))
 
 
+def is_taken(hosts: AllowedHosts, host: str | None, origin: str | None = None) -> bool:
+    hosts.check(host, origin)
+    return True
+
+
 def refusal(hosts: AllowedHosts, host: str | None, origin: str | None = None) -> tuple[int, str, str]:
     with pytest.raises(RequestError) as error:
         hosts.check(host, origin)
@@ -28,7 +33,7 @@ def refusal(hosts: AllowedHosts, host: str | None, origin: str | None = None) ->
     ],
 )
 def test_a_server_of_this_machine_has_its_names_and_those_that_are_given(host: str | None) -> None:
-    LOCAL.check(host, None)
+    assert is_taken(LOCAL, host)
 
 
 @pytest.mark.parametrize("host", ["", "10.0.0.1", "[::1", "localhost.example", "xlocalhost", "a.vitx.example", "[::2]"])
@@ -40,7 +45,7 @@ def test_other_names_of_a_server_of_this_machine_are_refused(hosts: AllowedHosts
 
 def test_without_names_that_are_given_only_a_server_for_others_has_any() -> None:
     for bound in ("10.1.2.3", "::", None):
-        AllowedHosts(bound, ()).check("vitx.default.svc:8000", None)
+        assert is_taken(AllowedHosts(bound, ()), "vitx.default.svc:8000")
     for bound in ("127.0.0.1", "::1"):
         assert refusal(AllowedHosts(bound, ()), "rebound.example")[1] == "host"
 
@@ -54,7 +59,7 @@ def test_addresses_are_names_of_a_server_for_others_and_of_one_whose_address_is_
     for bound in ("10.1.2.3", None):
         hosts = AllowedHosts(bound, ("vitx.example",))
         for host in ("192.168.0.1", "[::2]:1", "127.0.0.1", "vitx.example"):
-            hosts.check(host, None)
+            assert is_taken(hosts, host)
         assert refusal(hosts, "other.example")[1] == "host"
 
 
@@ -72,7 +77,7 @@ def test_addresses_are_names_of_a_server_for_others_and_of_one_whose_address_is_
     ],
 )
 def test_the_servers_own_pages_and_its_proxys_may_ask(host: str | None, origin: str) -> None:
-    LOCAL.check(host, origin)
+    assert is_taken(LOCAL, host, origin)
 
 
 @pytest.mark.parametrize(
