@@ -239,6 +239,21 @@ def test_each_device_has_its_probes(seen: Seen, tiny_bundle: Bundle, monkeypatch
     assert roofs == {"a": "fp32 on cpu", "b": "fp32 on cuda"}
 
 
+def test_a_graph_that_was_not_counted_has_times_alone(
+    seen: Seen, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(closed_loop, "count_cost", lambda bundle: None)
+    measured = bench_bundle(tiny_bundle, {"a": Known(seen, 1, 0.5)}, batch_sizes=(1, 4))["a"]
+    assert_equal(measured.points, [point_of(1, 1.5), point_of(4, 3)])
+    assert (measured.cost, measured.points[0].limit, measured.roof is None) == (None, None, False)
+    assert capsys.readouterr().err == (
+        "bench: 'tiny' computes in fp32, for which ONNX Runtime has no kernels on a CPU, where FLOPs and bytes are "
+        "counted: no shares and no limits\n"
+    )
+    bench_bundle(tiny_bundle, {"a": Known(seen, 1, 0.5)}, quiet=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_decoding_is_a_part_of_each_call(seen: Seen, tiny_bundle: Bundle) -> None:
     session = Known(seen, 1, 0.5)
     measured = bench_bundle(tiny_bundle, {"a": session}, batch_sizes=(1, 2), image=IMAGE)

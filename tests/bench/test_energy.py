@@ -1,4 +1,7 @@
-"""Joules of a GPU, from NVIDIA's own bindings over a fake NVML: a counter that grows by 1.5 J with every read."""
+"""Joules of a GPU, from NVIDIA's own bindings over a fake NVML: a counter that grows by 1.5 J with every read.
+
+CUDA's first GPU is NVML's second, as with CUDA_VISIBLE_DEVICES=1.
+"""
 
 import os
 import shutil
@@ -8,9 +11,24 @@ from pathlib import Path
 
 import pytest
 
+CUDA = r"""
+#include <stdio.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = GPUS; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "GPU %d", device); return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 9; return 0; }
+int cuDeviceGetPCIBusId(char *address, int size, int device) {
+    snprintf(address, size, device == 0 ? "0000:65:00.0" : "0000:17:00.0");
+    return 0;
+}
+"""
 NVML = """
+#include <string.h>
 int nvmlInitWithFlags(unsigned flags) { return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)1; return index; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *address, void **device) {
+    *device = (void *)1;
+    return strcmp(address, "0000:65:00.0") == 0 ? 0 : 6; /* 6: not found */
+}
 int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millijoules) {
     static int reads;
     *millijoules = 1500 * ++reads;
@@ -24,15 +42,18 @@ print(*([read(), read(), read()] if read else ["none"]))
 """
 
 
-@pytest.mark.parametrize(("counts", "expected"), [(1, "3.0 4.5 nan"), (0, "none")])
-def test_joules_are_read(tmp_path: Path, counts: int, expected: str) -> None:
+@pytest.mark.parametrize(("gpus", "counts", "expected"), [(2, 1, "3.0 4.5 nan"), (2, 0, "none"), (0, 1, "none")])
+def test_joules_are_those_of_the_gpu_that_cuda_computes_on(
+    tmp_path: Path, gpus: int, counts: int, expected: str
+) -> None:
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("the fake library is compiled, and found, on Linux")
-    (tmp_path / "nvml.c").write_text(NVML)
-    library = tmp_path / "libnvidia-ml.so.1"
-    command = [compiler, "-shared", "-fPIC", f"-DCOUNTS={counts}", "-o", str(library), str(tmp_path / "nvml.c")]
-    subprocess.run(command, check=True)
+    for name, text in (("libnvidia-ml", NVML), ("libcuda", CUDA)):
+        source = tmp_path / f"{name}.c"
+        source.write_text(text)
+        given = [f"-DCOUNTS={counts}", f"-DGPUS={gpus}", "-o", str(tmp_path / f"{name}.so.1")]
+        subprocess.run([compiler, "-shared", "-fPIC", *given, str(source)], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", READ], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == expected, done.stderr

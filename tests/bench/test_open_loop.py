@@ -316,6 +316,25 @@ def test_so_many_images_are_queued_and_the_threads_are_closed(monkeypatch: pytes
     assert len(closed) == 1
 
 
+def test_a_server_whose_arrivals_are_too_many_is_refused_before_the_first_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_known_times(monkeypatch, 1, 8 / 1000)
+    asked = list[float]()
+
+    def run(infer: object, images: UInt8Array, rate: float, settings: object) -> OpenLoopRun:
+        asked.append(rate)
+        return OpenLoopRun((0.5,) * 9, 0, 0.0, 1.0)
+
+    monkeypatch.setattr(scenarios, "run_at_rate", run)
+    monkeypatch.setattr(scenarios, "MOST_ARRIVALS", 3999)
+    said = "^server for 2 s at up to 2,000 images/s: expected at most 3,999 arrivals, give a shorter time$"
+    with pytest.raises(InputError, match=said):
+        run_scenario("server", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=2, p99=1))
+    assert asked == []
+    by_known_times(monkeypatch, 1, 8 / 1000)
+    monkeypatch.setattr(scenarios, "MOST_ARRIVALS", 4000)
+    assert run_scenario("server", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=2, p99=1)).value
+
+
 def test_the_error_of_a_bound_tells_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     by_known_times(monkeypatch, 1, 8 / 1000)
     monkeypatch.setattr(scenarios, "run_at_rate", lambda *_: OpenLoopRun((0.9984,) * 9, 0, 0.0, 1.0))

@@ -164,14 +164,45 @@ def test_flops_are_those_that_torch_counts(tmp_path_factory: pytest.TempPathFact
     assert count_cost(tiny_bundle).flops == expected
 
 
+def test_a_graph_without_kernels_on_a_cpu_is_not_counted(tiny_bundle: Bundle) -> None:
+    """ONNX Runtime has no products in bf16 there; OpenVINO and GPUs run such a bundle."""
+    model = onnx.load(tiny_bundle.model_path)
+    at, product = next((at, node) for at, node in enumerate(model.graph.node) if node.op_type in ("MatMul", "Gemm"))
+    for number, name in enumerate(list(product.input)):
+        model.graph.node.insert(at, helper.make_node("Cast", [name], [f"half_{number}"], to=TensorProto.BFLOAT16))
+        product.input[number] = f"half_{number}"
+        at += 1
+    model.graph.node.insert(at + 1, helper.make_node("Cast", ["half"], [product.output[0]], to=TensorProto.FLOAT))
+    product.output[0] = "half"
+    onnx.save(model, tiny_bundle.model_path)
+    assert count_cost(tiny_bundle) is None
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_probe_graphs_are_sound(dtype: str, tiny_bundle: Bundle) -> None:
     product = onnx.load_from_string(product_graph(16, dtype))
     onnx.checker.check_model(product, full_check=True)
-    onnx.checker.check_model(onnx.load_from_string(copy_graph()), full_check=True)
+    copy = onnx.load_from_string(copy_graph())
+    onnx.checker.check_model(copy, full_check=True)
+    (length,) = copy.graph.input[0].type.tensor_type.shape.dim
+    assert length.dim_param == "N"
+    for value in (product.graph.input[0], product.graph.output[0]):
+        assert [dim.dim_value for dim in value.type.tensor_type.shape.dim] == [16, 16]
+    for model in (product, copy):  # and nothing that is no field of it, which readers skip
+        assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 20)]
+        whole = model.ByteSize()
+        model.DiscardUnknownFields()
+        assert model.ByteSize() == whole
     kept = numpy_helper.to_array(product.graph.initializer[0]).astype(np.float32)
     values = np.random.default_rng(0).integers(-8, 9, (16, 16)) / 8
     np.testing.assert_array_equal(kept, values)
+
+
+def test_extents_of_more_than_a_byte_are_kept() -> None:
+    """Seven bits a byte: 127, 128 and 129 are on both sides of the second one."""
+    for side in (127, 128, 129):
+        model = onnx.load_from_string(product_graph(side, "fp32"))
+        assert list(model.graph.initializer[0].dims) == [side, side]
 
 
 def test_the_empty_graph_is_the_bundles_contract(tiny_bundle: Bundle) -> None:

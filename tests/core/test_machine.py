@@ -20,6 +20,7 @@ from vitx.core.machine import (
     PACKAGES,
     Gpu,
     describe_machine,
+    first_gpu_address,
     installed_versions,
     local_architectures,
     local_gpus,
@@ -160,6 +161,11 @@ class Driver:
     def cuDeviceGetAttribute(self, value: Any, attribute: int, index: int) -> None:
         value._obj.value = {75: 8, 76: 6 + index}[attribute]
 
+    def cuDeviceGetPCIBusId(self, address: Any, size: int, index: int) -> int:
+        assert size == len(address) == 32
+        address.value = f"0000:{65 + index}:00.0".encode()
+        return self.results[0]
+
 
 @pytest.mark.parametrize(("platform_name", "library"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
 def test_what_the_driver_answers(monkeypatch: pytest.MonkeyPatch, platform_name: str, library: str) -> None:
@@ -184,6 +190,19 @@ def test_what_the_driver_answers(monkeypatch: pytest.MonkeyPatch, platform_name:
 
     monkeypatch.setattr("ctypes.CDLL", missing)
     assert local_gpus.__wrapped__() == ()
+
+
+def test_the_first_gpus_address_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (Gpu("A", "sm89"), Gpu("B", "sm89"))
+    for driver, known, address in (
+        (Driver(), gpus, "0000:65:00.0"),
+        (Driver(init=1), gpus, None),
+        (Driver(), (), None),
+        (None, gpus, None),
+    ):
+        monkeypatch.setattr(machine, "_cuda_library", lambda driver=driver: driver)
+        monkeypatch.setattr(machine, "local_gpus", lambda known=known: known)
+        assert first_gpu_address() == address
 
 
 def test_gpus_are_listed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

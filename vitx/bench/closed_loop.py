@@ -25,6 +25,7 @@ from vitx.bench.roofline import (
 )
 from vitx.bench.timing import Lane, Probe, percentiles, take_turns, warm_up
 from vitx.core.bundle import Bundle, Precision, timestamp
+from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.latency import Latency, LatencyPoint, Roof
 from vitx.core.machine import describe_machine, usable_cores
@@ -91,6 +92,12 @@ def bench_bundle(
     measured = sizes if len(sizes) > 1 else tuple(sorted({sizes[0], sizes[0] // 2 or 2}))
     with ExitStack() as opened:
         meter = _Meter(bundle, sessions, loaders or {}, measured, image, opened)
+        if meter.cost is None:
+            log(
+                f"bench: '{bundle.manifest.name}' computes in {bundle.manifest.precision}, for which ONNX Runtime has no "
+                "kernels on a CPU, where FLOPs and bytes are counted: no shares and no limits",
+                quiet=quiet,
+            )
         warm_up(meter.lanes, quiet=quiet)
         take_turns(meter.lanes, seconds, meter.probes, quiet=quiet)
     machine, now = describe_machine(), timestamp()
@@ -227,6 +234,8 @@ class _Meter:
 
     def point(self, name: str, size: int) -> LatencyPoint:
         lane, roofs, empty = self._times[name, size], self._device_probes[self._device[name]], self._empty[name]
+        if self.cost is None:
+            return point(lane, size)
         moved = self.cost.weight_bytes + size * self.cost.activation_bytes
         limit = name_limit(
             lane.median,

@@ -16,14 +16,19 @@ from vitx.data.open import open_images
 from vitx.parity.served import classify_all, serving
 
 RECIPE = "digits-deepvit"
+_STANDARD_ERROR = 2
 MARK = ".vitx-demo"  # in a folder that a demo has made, and may empty
 RUN, BUNDLE, IMAGES, PREDICTIONS = "run", f"{RECIPE}.vitx", "images", "predictions"
 
 
 class VerbFailed(VitxError):
-    """A verb of the demo failed; it said why on standard error, and its exit code is the demo's."""
+    """A verb of the demo failed; it said why on standard error, and its exit code is the demo's.
+
+    One that a signal ended has 128 and the signal's number, as in a shell.
+    """
 
     def __init__(self, command: str, exit_code: int) -> None:
+        exit_code = exit_code if exit_code > 0 else 128 - exit_code
         super().__init__(f"`{command}` ended with exit code {exit_code}")
         self.exit_code = exit_code
 
@@ -80,10 +85,12 @@ def run_demo(out: Path) -> DemoResult:
 def _empty(out: Path) -> None:
     """Remove an earlier demo; refuse a folder that holds anything else, or in which no demo left its mark."""
     out.mkdir(parents=True, exist_ok=True)
-    names = {path.name for path in out.iterdir()}
+    folders = {path.name: path.is_dir() and not path.is_symlink() for path in out.iterdir()}
+    names = folders.keys()
     if names and MARK not in names:
         raise InputError(f"'{out}' has no {MARK}, so it is no demo's, or an older version's: choose another --out")
-    if strangers := sorted(names - {MARK, RUN, BUNDLE, IMAGES, PREDICTIONS}):
+    made = {RUN, BUNDLE, IMAGES, PREDICTIONS}
+    if strangers := sorted(name for name in names - {MARK} if name not in made or not folders[name]):
         raise InputError(f"'{out}' holds '{strangers[0]}', which no demo made: choose another --out")
     (out / MARK).touch()
     for name in names - {MARK}:
@@ -94,7 +101,9 @@ def _vitx(*arguments: object, capture: bool = False) -> str:
     """Run one verb as a user would; return what it printed, if captured."""
     words = [str(argument) for argument in arguments]
     _show(words)
-    finished = subprocess.run(verb_command(*words), stdout=subprocess.PIPE if capture else None, text=True, check=False)
+    # What a verb says to people goes to standard error: `vitx demo --json` has standard output for itself.
+    output = subprocess.PIPE if capture else _STANDARD_ERROR
+    finished = subprocess.run(verb_command(*words), stdout=output, text=True, check=False)
     if finished.returncode:
         raise VerbFailed(f"vitx {words[0]}", finished.returncode)
     return finished.stdout or ""

@@ -1,6 +1,8 @@
-"""Energy of the first NVIDIA GPU, from the counter that NVML reads."""
+"""Energy of the GPU that sessions compute on, from the counter that NVML reads."""
 
 from collections.abc import Callable
+
+from vitx.core.machine import first_gpu_address
 
 
 def gpu_energy() -> Callable[[], float] | None:
@@ -15,7 +17,11 @@ def gpu_energy() -> Callable[[], float] | None:
         return None
     try:
         pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        address = first_gpu_address()
+        if address is None:
+            return None
+        # By address: NVML's numbers are not CUDA's, and know nothing of CUDA_VISIBLE_DEVICES.
+        device = pynvml.nvmlDeviceGetHandleByPciBusId(address)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
     except pynvml.NVMLError:  # no driver, no GPU, or one without the counter
         return None

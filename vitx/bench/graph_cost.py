@@ -2,7 +2,7 @@
 
 The graph runs twice on one black image on the CPU. Once as it was exported, operator by operator, for the FLOPs, which
 are the model's whatever a runtime fuses. Once optimised, for the bytes, which depend on the kernels that run. So any
-bundle can be counted, however old.
+bundle that a CPU can run is counted, however old.
 """
 
 import json
@@ -24,10 +24,18 @@ VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape")
 Shape = Sequence[int]
 
 
-def count_cost(bundle: Bundle) -> GraphCost:
-    """Return the FLOPs and activation bytes of one image, and the bytes of the weights that each call reads."""
-    as_exported = _profile(bundle, optimized=False)
-    kernels = [kernel for kernel in _profile(bundle, optimized=True) if kernel["op_name"] not in VIEWS]
+def count_cost(bundle: Bundle) -> GraphCost | None:
+    """Return the FLOPs and activation bytes of one image, and the bytes of the weights that each call reads.
+
+    None for a graph that ONNX Runtime has no kernels for on a CPU: those of bf16.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    try:
+        as_exported = _profile(bundle, optimized=False)
+        kernels = [kernel for kernel in _profile(bundle, optimized=True) if kernel["op_name"] not in VIEWS]
+    except native.NotImplemented:
+        return None
     return GraphCost(
         flops=sum(node_flops(node["op_name"], *_shapes(node)) for node in as_exported),
         activation_bytes=sum(int(kernel["activation_size"]) + int(kernel["output_size"]) for kernel in kernels),

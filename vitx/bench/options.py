@@ -20,7 +20,7 @@ class BenchOptions(Options):
     image: Path | None = option(None, "Start every call from the bytes of this image file.")
     rate: str | None = option(None, "Open loop: Poisson arrivals at these rates, images a second.")
     scenario: str | None = option(None, "offline, server, single-stream, with commas between.")
-    p99: float = option(100.0, "Bound of the server scenario in milliseconds.")
+    p99: float = option(100.0, "Bound of the server scenario in milliseconds.", ge=0.001)
     tune: bool = option(False, "Find the instances, threads and batch for this machine's processor.")
     instances: int | None = option(None, "Batches at the same time, with --rate and --scenario.", ge=1, le=1024)
     plot: Path | None = option(None, "Throughput against latency, to a .png or .svg.")

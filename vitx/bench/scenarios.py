@@ -124,6 +124,11 @@ def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Scen
         return tried[rate].percentile(0.99) <= settings.p99
 
     highest = offline(infer, images, settings).value
+    if highest * settings.seconds > MOST_ARRIVALS:
+        raise InputError(
+            f"server for {settings.seconds:g} s at up to {highest:,.0f} images/s: expected at most {MOST_ARRIVALS:,} "
+            "arrivals, give a shorter time"
+        )
     # Below this rate a run of `seconds` has too few arrivals for a 99th percentile.
     lowest = min(100 / settings.seconds, highest / 2)
     rate = largest_passing(keeps_bound, lowest, highest)

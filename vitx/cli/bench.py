@@ -73,9 +73,9 @@ def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
             point.p95_ms,
             point.p99_ms,
             point.images_per_second,
-            f"{100 * (point.compute_share or 0):.0f} %",
-            f"{100 * (point.memory_share or 0):.0f} %",
-            point.limit,
+            _percent(point.compute_share),
+            _percent(point.memory_share),
+            point.limit or "–",
         )
         for name, latency in measured.items()
         for point in latency.points
@@ -89,6 +89,10 @@ def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
                 f"{roof.flops_per_second / 1e9:.4g} GFLOP/s ({roof.dtype}), "
                 f"{roof.bytes_per_second / 1e9:.3g} GB/s, {counted(roof.threads, 'thread')}{call}"
             )
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def _tune(request: "BenchRequest", *, as_json: bool, quiet: bool) -> None:

@@ -59,6 +59,15 @@ def local_gpus() -> tuple[Gpu, ...]:
     return tuple(_gpu(driver, index) for index in range(count.value))
 
 
+def first_gpu_address() -> str | None:
+    """The PCI address of the first of `local_gpus`, by which NVML knows it too, such as 0000:65:00.0; None without."""
+    driver = _cuda_library()
+    if driver is None or not local_gpus():
+        return None
+    address = ctypes.create_string_buffer(32)
+    return address.value.decode() if driver.cuDeviceGetPCIBusId(address, len(address), 0) == 0 else None
+
+
 def local_architectures() -> tuple[str, ...]:
     """The architecture of each of `local_gpus`."""
     return tuple(gpu.architecture for gpu in local_gpus())
