@@ -352,3 +352,37 @@ def test_what_was_tuned_for_the_processor_is_not_taken_on_a_gpu(
         rates=(), scenarios=(), max_batch=2, instances=None, seconds=1, p99=1
     )
     assert (found.instances, asked) == (instances, [3, 3] if instances == 2 else [None])
+
+
+@pytest.mark.parametrize(
+    ("device", "instances", "threads", "loaded"),
+    [
+        ("cpu", 3, None, [None, 2, 2, 2]),  # one for a batch that is alone, three that share seven cores
+        ("cpu", 3, 5, [5, 5, 5]),
+        ("cpu", 1, None, [None]),
+        ("cuda", 3, None, [None, None, None]),
+    ],
+)
+def test_instances_share_the_cores_as_they_do_in_the_server(
+    tiny_bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    instances: int,
+    threads: int | None,
+    loaded: list[int | None],
+) -> None:
+    asked: list[int | None] = []
+
+    def load(*_: object, threads: int | None, **__: object) -> Session:
+        asked.append(threads)
+        return Sleeper(0.0)
+
+    monkeypatch.setattr(request, "load_session", load)
+    tuned = Setting(instances=5, threads=7, batch_size=1, images_per_second=1, median_ms=1)
+    monkeypatch.setattr(request, "tuned_setting", lambda bundle, name: tuned)  # and is not asked for
+    monkeypatch.setattr(request, "usable_cores", lambda: 7)
+    monkeypatch.setattr("vitx.runtimes.session.local_gpus", lambda: (Gpu("A", "sm89"),))
+    request.BenchRequest(tiny_bundle, None, "onnxruntime", device, threads).load_test(
+        rates=(), scenarios=(), max_batch=2, instances=instances, seconds=1, p99=1
+    )
+    assert asked == loaded

@@ -247,8 +247,8 @@ def test_a_graph_that_was_not_counted_has_times_alone(
     assert_equal(measured.points, [point_of(1, 1.5), point_of(4, 3)])
     assert (measured.cost, measured.points[0].limit, measured.roof is None) == (None, None, False)
     assert capsys.readouterr().err == (
-        "bench: 'tiny' computes in fp32, for which ONNX Runtime has no kernels on a CPU, where FLOPs and bytes are "
-        "counted: no shares and no limits\n"
+        "bench: ONNX Runtime lacks kernels for the graph of 'tiny' on a CPU, where FLOPs and bytes are counted: "
+        "no shares and no limits\n"
     )
     bench_bundle(tiny_bundle, {"a": Known(seen, 1, 0.5)}, quiet=True)
     assert capsys.readouterr().err == ""

@@ -16,7 +16,6 @@ from vitx.bench import demo
 from vitx.core.errors import CheckFailed, InputError
 from vitx.data.image_set import ImageSet
 
-
 IMAGES = colour_images(8)
 # Stands for a verb: tells people or machines, and makes the folder that it was given with --out, or ends by a signal.
 VERB = """
@@ -77,13 +76,13 @@ def test_what_a_verb_tells_people_is_not_on_standard_output(
 
 def test_each_verb_is_run_as_a_user_would(tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch) -> None:
     log, out = of_known_verbs(monkeypatch, tmp_path), tmp_path / "demo"
-    clock = iter([100.0, 101.25, 107.5])
-    monkeypatch.setattr(demo.time, "monotonic", lambda: next(clock))
+    clock = iter([100.0, 101.25, 107.56])
+    monkeypatch.setattr("vitx.bench.demo.time.monotonic", lambda: next(clock))
     code, printed, told = vitx("demo", "--out", out, "--json")
     assert code == 0, told
     bundle = str(out / demo.BUNDLE)
     verbs = [
-        ["train", demo.RECIPE, "--out", str(out / "run")],
+        ["train", "digits-deepvit", "--out", str(out / "run")],
         ["eval", str(out / "run"), "--json"],
         ["export", str(out / "run"), "--out", bundle, "--json"],
         ["bench", bundle, "--json"],
@@ -104,12 +103,12 @@ def test_each_verb_is_run_as_a_user_would(tmp_path: Path, vitx: Vitx, monkeypatc
         "images/s at batch 1": 11,
         "images/s at batch 8": 20,
         "images/s of vitx predict": 7,
-        "total seconds": 7.5,
+        "total seconds": 7.6,
     }
     assert {path.name: path.read_bytes() for path in (out / "images").iterdir()} == {
         key: IMAGES.read(index) for index, key in enumerate(IMAGES.keys)
     }
-    monkeypatch.setattr(demo.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr("vitx.bench.demo.time.monotonic", lambda: 0.0)
     assert vitx("demo", "--out", out)[0] == 0  # what the first one made is emptied
 
 
@@ -118,7 +117,7 @@ def test_a_verb_that_a_signal_ended_has_a_shells_exit_code(
 ) -> None:
     """As when Linux kills it for its memory."""
     of_known_verbs(monkeypatch, tmp_path, killed="export")
-    code, out, err = vitx("demo", "--out", tmp_path / "demo")
+    code, out, err = vitx("demo", "--out", tmp_path / "new" / "demo")
     assert (code, out, err.splitlines()[-1]) == (137, "", "error: `vitx export` ended with exit code 137")
 
 
@@ -126,11 +125,14 @@ def test_what_has_a_demos_name_and_is_no_folder_is_left_alone(tmp_path: Path) ->
     """A link to a disk with more room, say: its folder is not the demo's to empty."""
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "mine.txt").touch()
-    for number, make in enumerate((lambda path: path.touch(), lambda path: path.symlink_to(tmp_path / "large"))):
-        out = tmp_path / f"demo{number}"
+    for name in ("link", "file"):
+        out = tmp_path / name
         (out / "images").mkdir(parents=True)
         (out / demo.MARK).touch()
-        make(out / "run")
+        if name == "link":
+            (out / "run").symlink_to(tmp_path / "large")
+        else:
+            (out / "run").touch()
         with pytest.raises(InputError, match=r"holds 'run', which no demo made: choose another --out"):
             demo.run_demo(out)
         assert (out / "images").is_dir()

@@ -200,7 +200,7 @@ def test_rates_and_scenarios_go_through_the_servers_batcher(tiny_bundle: Bundle,
 
 @pytest.mark.parametrize(
     ("threads", "instances", "found"),
-    [(None, None, (5, 7)), (2, None, (1, 2)), (None, 3, (3, None)), (2, 3, (3, 2))],
+    [(None, None, (5, 7)), (2, None, (1, 2)), (2, 3, (3, 2))],
 )
 def test_what_was_tuned_is_taken_where_nothing_is_asked_for(
     tiny_bundle: Bundle,

@@ -119,6 +119,7 @@ def test_cost_of_a_bundle(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     there = set(tmp_path.rglob("*"))
     cost = count_cost(tiny_bundle)
+    assert cost is not None
     assert set(tmp_path.rglob("*")) == there, "a profile beside the user's files"
     assert cost.flops == 2 * 3 * 4  # (1, 3) times (3, 4)
     pixels = 16 * 16 * 3
@@ -161,7 +162,9 @@ def test_flops_are_those_that_torch_counts(tmp_path_factory: pytest.TempPathFact
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(model, tiny_bundle.model_path)
     expected = 2 * (16 * 8 * 48 + 16 * 16 * 8 + 16 * 16 * 8 + 8 * 4)
-    assert count_cost(tiny_bundle).flops == expected
+    cost = count_cost(tiny_bundle)
+    assert cost is not None
+    assert cost.flops == expected
 
 
 def test_a_graph_without_kernels_on_a_cpu_is_not_counted(tiny_bundle: Bundle) -> None:

@@ -202,6 +202,27 @@ def test_rates_and_scenarios_are_tables_of_their_own(tiny_bundle: Bundle, vitx: 
     assert LoadTestReport.model_validate_json(out).open_loop == (OPEN_LOOP,)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "shown"),
+    [
+        ({"threads": 1}, "3 × 1 thread"),
+        ({"threads": "all cores"}, "3 × all cores"),
+        ({"threads": "all cores", "side_by_side": {"batches": 3, "threads": 5}}, "3 × 5 threads"),
+    ],
+)
+def test_the_title_of_a_load_test_tells_the_threads_of_an_instance(
+    tiny_bundle: Bundle, vitx: Vitx, calls: Calls, monkeypatch: pytest.MonkeyPatch, runtime: Any, shown: str
+) -> None:
+    measure = BenchRequest.load_test
+
+    def of_runtime(request: BenchRequest, **options: Any) -> LoadTestReport:
+        return measure(request, **options).model_copy(update={"runtime": runtime})
+
+    monkeypatch.setattr(BenchRequest, "load_test", of_runtime)
+    assert vitx("bench", tiny_bundle.path, "--rate", "10")[0] == 0
+    assert calls[-1][1] == f"tiny on a machine: {shown}"
+
+
 VALUES = {
     "run": "r",
     "runtime": "x",

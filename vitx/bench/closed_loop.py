@@ -94,8 +94,8 @@ def bench_bundle(
         meter = _Meter(bundle, sessions, loaders or {}, measured, image, opened)
         if meter.cost is None:
             log(
-                f"bench: '{bundle.manifest.name}' computes in {bundle.manifest.precision}, for which ONNX Runtime has no "
-                "kernels on a CPU, where FLOPs and bytes are counted: no shares and no limits",
+                f"bench: ONNX Runtime lacks kernels for the graph of '{bundle.manifest.name}' on a CPU, where FLOPs "
+                "and bytes are counted: no shares and no limits",
                 quiet=quiet,
             )
         warm_up(meter.lanes, quiet=quiet)

@@ -21,7 +21,7 @@ from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_instances, tuned_setting
+from vitx.runtimes.instances import load_elastic, load_instances, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES, require
 from vitx.runtimes.session import Session, device_name, image_shape, is_cpu
 from vitx.serve.options import ServeOptions
@@ -128,6 +128,7 @@ class BenchRequest:
         """Measure rates and scenarios through the server's batcher, for `seconds` each. p99: the bound, in seconds.
 
         instances: None takes what `--tune` found for this processor, if no threads were asked for either, else one.
+        Several without a number of threads share the cores, as they do in the server.
         """
         if not (0 < seconds < math.inf and p99 > 0):
             raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0, and finite seconds")
@@ -138,11 +139,19 @@ class BenchRequest:
         tuned = tuned_setting(self.bundle, name) if unset and self._on_processor(name) else None
         count = tuned.instances if tuned else instances or 1
         threads = tuned.threads if tuned else self.threads
-        load = partial(load_session, self.bundle, name, device=self.device, threads=threads)
+
+        def load(threads: int | None) -> Session:
+            return load_session(self.bundle, name, device=self.device, threads=threads)
+
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
         settings = ScenarioSettings(batching, seconds, p99)
         images = random_images(max(max_batch, 64), image_shape(self.bundle))
-        with load_instances(load, count, threads) as session:
+        shared = threads is None and count > 1 and self._on_processor(name)  # as in the server
+        with (
+            load_elastic(load, count, usable_cores())
+            if shared
+            else load_instances(partial(load, threads), count, threads)
+        ) as session:
             for rows in (1, max_batch):
                 session.infer(images[:rows])
             open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]

@@ -126,8 +126,9 @@ def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool)
     if as_json:
         print_json(report.model_dump(mode="json"))
         return
-    threads = counted(report.runtime["threads"], "thread")
-    title = f"{request.bundle.manifest.name} on {request.machine}: {report.instances} × {threads}"
+    threads = report.runtime.get("side_by_side", report.runtime)["threads"]
+    each = counted(threads, "thread") if isinstance(threads, int) else threads
+    title = f"{request.bundle.manifest.name} on {request.machine}: {report.instances} × {each}"
     percentiles = ("p50 ms", "p90 ms", "p95 ms", "p99 ms")
     for columns, results in (
         (("images/s asked", "answered/s", "refused", *percentiles, "late ms"), report.open_loop),
