@@ -69,6 +69,12 @@ def test_a_curve_for_each_runtime_and_a_point_for_each_batch_size(tmp_path: Path
         ("1", (4.0, 250.0), grey),
         ("1", (5.0, 200.0), light),
     ]
+    for text in axes.texts:  # above and left of its point: the whiskers go to the right
+        assert isinstance(text, Annotation)
+        assert (text.get_ha(), text.xyann) == ("right", (-2, 5))
+    left, right = axes.get_xlim()
+    assert 1.5 < left < 2 < 10 < right < 13
+    assert all(line.get_visible() for line in axes.get_xgridlines())
     assert axes.get_ylim() == pytest.approx((0, 1.12 * 800))
     assert axes.get_title(loc="left") == "a title"
     assert axes.get_xlabel() == "latency of a call (ms): median, whisker to p95"
@@ -94,7 +100,7 @@ def test_the_file_is_checked_before_anything_is_measured(tmp_path: Path, monkeyp
         with pytest.raises(InputError, match=r"expected a name that ends in \.png or \.svg$"):
             check_plot(tmp_path / name)
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(InputError, match=r"folder\.png"):
+    with pytest.raises(InputError, match=r"folder\.png.*plot\.png"):
         check_plot(tmp_path / "folder.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EnvironmentMissing, match=r"matplotlib.*pip install 'vitx\[analyze\]'"):
