@@ -10,7 +10,8 @@ from vitx.runtimes import Session
 
 class Sums(Session):
     def _infer(self, images: UInt8Array) -> Float32Array:
-        return images.reshape(len(images), -1).sum(axis=1, keepdims=True).astype(np.float32)
+        sums: Float32Array = images.reshape(len(images), -1).sum(axis=1, keepdims=True).astype(np.float32)
+        return sums
 
     def describe(self) -> dict[str, object]:
         return {"runtime": "sums", "input": "arrays"}
