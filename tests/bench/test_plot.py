@@ -71,7 +71,7 @@ def test_a_curve_for_each_runtime_and_a_point_for_each_batch_size(tmp_path: Path
     ]
     for text in axes.texts:  # above and left of its point: the whiskers go to the right
         assert isinstance(text, Annotation)
-        assert (text.get_ha(), text.xyann) == ("right", (-2, 5))
+        assert (text.get_horizontalalignment(), text.xyann) == ("right", (-2, 5))
     left, right = axes.get_xlim()
     assert 1.5 < left < 2 < 10 < right < 13
     assert all(line.get_visible() for line in axes.get_xgridlines())
