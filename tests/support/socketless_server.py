@@ -102,7 +102,7 @@ class Server:
         self.refused: list[str] = []
         allowed = replace(ServeOptions().limits, **limits)
         self._class = partial(HeadCacheProtocol, {}, allowed, MemoryBudget(allowed.memory_bytes), self.refused.append)
-        self._config, self._state = _uvicorn_config(self.app, allowed.idle_seconds), ServerState()
+        self._config, self._state = _uvicorn_config(self.app), ServerState()
         self._state.default_headers = [(b"date", b"today")]
         self._config.load()
 

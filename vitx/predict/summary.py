@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import Bundle, timestamp
-from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.console import counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record, read_record, write_json

@@ -317,7 +317,7 @@ def test_an_idle_connection_is_closed_its_time_after_the_last_reply() -> None:
     async def test() -> None:
         server = Server()
         transport, protocol = server.connect()
-        kept = protocol.timeout_keep_alive
+        kept = protocol.limits.idle_seconds
         protocol.data_received(request())
         await asyncio.sleep(kept / 2)
         protocol.data_received(request())
@@ -336,7 +336,7 @@ def test_a_connection_with_a_request_in_it_is_not_idle() -> None:
     async def test() -> None:
         server = Server()
         transport, protocol = server.connect()
-        kept = protocol.timeout_keep_alive
+        kept = protocol.limits.idle_seconds
         protocol.data_received(request())
         await settled()
         await asyncio.sleep(kept - 1)

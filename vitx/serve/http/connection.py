@@ -292,7 +292,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Close a connection that was idle for the whole time, else set the timer again."""
         if self.transport.is_closing():
             return
-        left = float(self.timeout_keep_alive)
+        left = self.limits.idle_seconds
         if self.is_idle():
             left += self._replied - time.monotonic()
         if left > 0:

@@ -94,8 +94,7 @@ class Server:
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         core, link = self._core, self._link
-        app = App(core, self._listener.getsockname()[0])
-        self._uvicorn = uvicorn.Server(_uvicorn_config(app, core.limits.idle_seconds))
+        self._uvicorn = uvicorn.Server(_uvicorn_config(App(core, self._listener.getsockname()[0])))
         # It would raise the signals that it got again, and a drained server would not exit with 0.
         self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
         self._uvicorn.startup = self._listen  # type: ignore[assignment,method-assign]
@@ -252,8 +251,8 @@ class Server:
         asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 0)  # a load or a canary cannot be interrupted
 
 
-def _uvicorn_config(app: ASGIApp, idle_seconds: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     own: dict[str, Any] = {"ws": "none", "lifespan": "off", "proxy_headers": False, "server_header": False}
     own |= {"log_config": None, "log_level": "error", "access_log": False}  # clients could fill the log with warnings
-    own |= {"http": "httptools", "timeout_keep_alive": idle_seconds}  # `_listen` makes the connections
-    return uvicorn.Config(app, timeout_graceful_shutdown=2, **own)  # accepted requests are done by then
+    own |= {"http": "httptools", "timeout_graceful_shutdown": 2}  # `_listen` makes the connections
+    return uvicorn.Config(app, **own)  # accepted requests are done by then
