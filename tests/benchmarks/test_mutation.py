@@ -88,7 +88,7 @@ def test_the_tests_that_reach_the_line_are_asked_fastest_first_else_those_of_the
 def test_a_room_without_an_entry_has_the_floor_above_it_and_the_tests_of_its_name() -> None:
     assert mutate.room_settings("train/losses") == (90.0, ["tests/train/losses"])
     assert mutate.room_settings("parity/executables/choice.py") == (90.0, ["tests/parity/executables"])
-    assert mutate.room_settings("bench/options.py") == (90.0, ["tests/bench"])
+    assert mutate.room_settings("analyze/accuracy.py") == (90.0, ["tests/analyze"])
     assert mutate.room_settings("parity/options.py") == mutate.room_settings("parity")
 
 
