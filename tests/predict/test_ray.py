@@ -335,7 +335,7 @@ def test_too_large_actors_are_refused(
     with pytest.raises(EnvironmentMissing, match="an actor needs 64 CPUs, and the largest node of the cluster has 1"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
     pool = RayPool(certified_original, PredictOptions(ray=ray_cluster, device="cuda"))
-    with pytest.raises(EnvironmentMissing, match="needs 1 CPUs and a GPU"):
+    with pytest.raises(EnvironmentMissing, match="needs 1 CPU and a GPU"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
 
 

@@ -35,6 +35,7 @@ def test_the_limits_without_options() -> None:
         "write_seconds": 20,
         "memory_bytes": 2**30,
         "message_seconds": 60,
+        "idle_seconds": 75,
         "body_rate": 16 * 2**10,
         "drain_seconds": 30,
     }

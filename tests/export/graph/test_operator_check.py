@@ -95,7 +95,9 @@ def test_the_scopes_of_a_node() -> None:
 
 def test_an_operator_within_the_module_is_enough() -> None:
     graph = graph_of(("Softmax", "['', 'attn', 'attn.inner']"), ("Tanh", "['', 'attn']"), ("Erf", "['']"))
-    require_operators({"attn": frozenset({"Attention", "Softmax"}), "": frozenset({"Erf"})}, graph)
+    there = {"attn": frozenset({"Attention", "Softmax"}), "": frozenset({"Erf"})}
+    require_operators(there, graph)
+    assert refusal(there | {"head": frozenset({"Gelu"})}, graph).endswith("implies: head (Gelu); try another opset")
 
 
 def refusal(expected: dict[str, frozenset[str]], graph: Any) -> str:
