@@ -37,7 +37,7 @@ import vitx.models
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.onnx_session import cpu_session
-from support.targets import command_line, exit_code, report_header, verdict, write_report
+from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
@@ -168,7 +168,7 @@ def measure(runs: Sequence[str], repeats: int, networks: Sequence[str] = tuple(N
     return report
 
 
-def main() -> None:
+def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--run", action="append", default=[], help="a run trained on the digits; may be repeated")
     parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
@@ -178,7 +178,8 @@ def main() -> None:
     report: dict[str, Any] = {**report_header(), "threads": 1}
     report |= measure(arguments.run, arguments.repeats, arguments.networks)
     print(json.dumps(report["machine"]))
-    write_report(report, arguments.json)
+    save_report(report, arguments.json)
+    return 0 if all_hold(report) else 1
 
 
 if __name__ == "__main__":

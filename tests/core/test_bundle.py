@@ -19,7 +19,7 @@ from vitx.core.files import sha256_file, write_json
 from vitx.core.latency import Latency, LatencyPoint, machine_key
 from vitx.core.machine import describe_machine
 
-REMEDY = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
+REMEDY = "run `vitx parity RUN BUNDLE`, or give --allow-uncertified"
 
 
 @pytest.fixture

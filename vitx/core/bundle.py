@@ -283,7 +283,7 @@ class Bundle:
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""
-        remedy = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
+        remedy = "run `vitx parity RUN BUNDLE`, or give --allow-uncertified"
         certificate = self.certificate()
         if certificate is None:
             raise CheckFailed(f"bundle '{self.path}' has no certificate: {remedy}")

@@ -85,7 +85,7 @@ def test_a_certified_bundle_is_served_and_its_url_printed(tiny_bundle: Bundle) -
 def test_an_uncertified_bundle_is_refused_or_shown(uncertified_bundle: Bundle) -> None:
     refused = run_serve(uncertified_bundle.path, "--port", "0")
     assert (refused.returncode, refused.stdout) == (1, "")
-    remedy = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
+    remedy = "run `vitx parity RUN BUNDLE`, or give --allow-uncertified"
     assert refused.stderr == f"error: bundle '{uncertified_bundle.path}' has no certificate: {remedy}\n"
     with running_server(uncertified_bundle.path, "--allow-uncertified") as server:
         assert server.json("/v2/models/tiny")["certified"] is False
