@@ -72,11 +72,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     for name, value in (
         ("load_session", load),
-        ("load_instances", instances),
         ("run_at_rate", run_at_rate),
         ("run_scenario", run_scenario),
     ):
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr("vitx.runtimes.instances.load_instances", instances)
     return made
 
 

@@ -21,7 +21,7 @@ from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_elastic, load_instances, tuned_setting
+from vitx.runtimes.instances import load_for_callers, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES, require
 from vitx.runtimes.session import Session, device_name, image_shape, is_cpu
 from vitx.serve.options import ServeOptions
@@ -146,12 +146,8 @@ class BenchRequest:
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
         settings = ScenarioSettings(batching, seconds, p99)
         images = random_images(max(max_batch, 64), image_shape(self.bundle))
-        shared = threads is None and count > 1 and self._on_processor(name)  # as in the server
-        with (
-            load_elastic(load, count, usable_cores())
-            if shared
-            else load_instances(partial(load, threads), count, threads)
-        ) as session:
+        cores = usable_cores() if self._on_processor(name) else None
+        with load_for_callers(load, count, threads, cores) as session:
             for rows in (1, max_batch):
                 session.infer(images[:rows])
             open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]

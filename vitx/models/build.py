@@ -58,12 +58,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if expected != found:
         differing = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
         first = differing[0]
-        many = "1 entry differs" if len(differing) == 1 else f"{len(differing)} entries differ"
         raise InputError(
-            f"{path} belongs to another architecture: {many}, the first is '{first}' "
+            f"{path} belongs to another architecture: {entries_differ(len(differing))}, the first is '{first}' "
             f"({found.get(first, 'absent')} in the file, {expected.get(first, 'absent')} in the model)"
         )
     model.load_state_dict(state)
+
+
+def entries_differ(count: int) -> str:
+    return "1 entry differs" if count == 1 else f"{count} entries differ"
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_lin
 from vitx.core.files import write_bytes
 from vitx.core.run import ModelSpec
 from vitx.core.urls import without_password
-from vitx.models.build import separate
+from vitx.models.build import entries_differ, separate
 from vitx.models.recalibration import set_closed_form_means
 
 # Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
@@ -286,9 +286,8 @@ def _require_same_architecture(
     )
     if differing:
         first = differing[0]
-        many = "1 entry differs" if len(differing) == 1 else f"{len(differing)} entries differ"
         raise InputError(
-            f"'{path}' is of another architecture: {many}, the first is '{first}' "
+            f"'{path}' is of another architecture: {entries_differ(len(differing))}, the first is '{first}' "
             f"({_shape(found.get(first))} in the file, {_shape(expected.get(first))} in the model); "
             "choose the model it was trained as"
         )

@@ -94,6 +94,18 @@ def load_elastic(load: Callable[[int | None], Session], instances: int, cores: i
     return session
 
 
+def load_for_callers(
+    load: Callable[[int | None], Session], instances: int, threads: int | None, cores: int | None
+) -> Session:
+    """Return a session for so many callers at once, each with `threads` threads for its batch.
+
+    cores: of a CPU, None on a GPU. Several callers on a CPU without a number of threads share them (`load_elastic`).
+    """
+    if threads is None and instances > 1 and cores is not None:
+        return load_elastic(load, instances, cores)
+    return load_instances(lambda: load(threads), instances, threads)
+
+
 def sessions_on(cores: int) -> int:
     """As many sessions of equal threads as leave no more than a tenth of the cores idle, up to MAX_SESSIONS."""
     return next(n for n in range(min(cores, MAX_SESSIONS), 0, -1) if cores // n * n >= 0.9 * cores)

@@ -23,7 +23,7 @@ from vitx.parity.executables.choice import runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_elastic, load_instances, sessions_on, tuned_setting
+from vitx.runtimes.instances import load_for_callers, sessions_on, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import LOGITS, Device, Session, image_shape, is_cpu
 from vitx.serve.batching.latency_curve import LatencyCurve
@@ -220,10 +220,7 @@ def load_warm(
     def load(threads: int | None) -> Session:
         return load_session(bundle, runtime, device=device, threads=threads, outputs=outputs)
 
-    if threads is None and batching.instances > 1 and is_cpu(device):
-        session = load_elastic(load, batching.instances, usable_cores())
-    else:
-        session = load_instances(lambda: load(threads), batching.instances, threads)
+    session = load_for_callers(load, batching.instances, threads, usable_cores() if is_cpu(device) else None)
     opened.enter_context(session)
     contract = Contract.of(bundle.manifest, outputs=outputs)
     for rows in {1, min(2, batching.max_batch)}:
