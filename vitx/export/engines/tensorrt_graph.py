@@ -11,13 +11,12 @@ from vitx.export.graph.dataflow import STANDARD, attribute, free_tag, read_onnx,
 
 # Operators that move elements and compute nothing: they commute with a cast.
 _MOVES = ("Transpose", "Reshape")
-# Of the types of weights: the name, and bytes of a number.
-_TYPES = {
-    TensorProto.FLOAT: ("fp32", 4),
-    TensorProto.FLOAT16: ("fp16", 2),
-    TensorProto.BFLOAT16: ("bf16", 2),
-    TensorProto.INT8: ("int8", 1),
-    TensorProto.FLOAT8E4M3FN: ("fp8", 1),
+_NAMES = {
+    TensorProto.FLOAT: "fp32",
+    TensorProto.FLOAT16: "fp16",
+    TensorProto.BFLOAT16: "bf16",
+    TensorProto.INT8: "int8",
+    TensorProto.FLOAT8E4M3FN: "fp8",
 }
 
 
@@ -139,7 +138,7 @@ def precision_of(model: onnx.ModelProto) -> str:
     """The types of weights with two or more dimensions, most bytes first: "fp16", "fp16, fp32", "int8, fp16"."""
     weight: dict[str, int] = {}
     for tensor in model.graph.initializer:
-        if len(tensor.dims) >= 2 and tensor.data_type in _TYPES:
-            name, size = _TYPES[tensor.data_type]
+        if len(tensor.dims) >= 2 and tensor.data_type in _NAMES:
+            name, size = _NAMES[tensor.data_type], helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
             weight[name] = weight.get(name, 0) + size * math.prod(tensor.dims)
     return ", ".join(sorted(weight, key=lambda name: -weight[name])) or "none"
