@@ -1,6 +1,6 @@
 """`vitx train --dry-run`: what a run would be, by some of its steps, without a run folder."""
 
-import resource
+import sys
 import time
 from itertools import islice, pairwise
 from pathlib import Path
@@ -59,7 +59,7 @@ def dry_run(
             "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {counted(recipe.epochs, 'epoch')}",
             "learning rate": recipe.optimizer.rate(data.batch_size),
             **({"without effect": "; ".join(idle)} if (idle := idle_settings(recipe)) else {}),
-            "memory (GiB)": round(_memory_gib(trainer.device), 2),
+            **_memory(trainer.device),
             "seconds a step": round(seconds, 4),
             "minutes in all, about": round(recipe.epochs * epoch / 60, 1),
         }
@@ -87,8 +87,14 @@ def _check_finite(trainer: Trainer) -> None:
         )
 
 
-def _memory_gib(device: torch.device) -> float:
-    """The most that was used so far: of the GPU, or of this process without its workers."""
+def _memory(device: torch.device) -> dict[str, float]:
+    """The most that was used so far: of the GPU, or of this process without its workers; Windows does not tell."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        most = torch.cuda.max_memory_reserved(device)
+    elif sys.platform == "win32":
+        return {}
+    else:
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"memory (GiB)": round(most / 2**30, 2)}

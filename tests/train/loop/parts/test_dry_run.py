@@ -1,6 +1,7 @@
 """What a dry run says, with a stand-in for the trainer and its clock."""
 
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,4 +122,19 @@ def test_a_gpu_is_waited_for_and_its_memory_counts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**29)
     assert module._seconds_of_a_step(trainer) == 2.5
     assert waited == [torch.device("cuda")] * 6
-    assert module._memory_gib(torch.device("cuda")) == 2.5
+    assert module._memory(torch.device("cuda")) == {"memory (GiB)": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("system", "memory"),
+    [("linux", {"memory (GiB)": 1.5}), ("darwin", {"memory (GiB)": 0.0}), ("win32", {})],
+)
+def test_each_system_tells_memory_in_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, system: str, memory: dict[str, float]
+) -> None:
+    """macOS counts bytes, and on Windows there is no module `resource`."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(module, "sys", SimpleNamespace(platform=system))
+    if system == "win32":
+        monkeypatch.setitem(sys.modules, "resource", None)
+    assert module._memory(CPU) == memory
