@@ -1,12 +1,15 @@
 """Labelled image sets by name or by folder; `open_images` lists the formats."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-from vitx.core.console import log
+from vitx.core.console import counted, log
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.run import is_split_file
+from vitx.data import cifar, hugging_face, webdataset
 from vitx.data.digits import open_digits
 from vitx.data.flat_folder import is_flat, open_flat, open_split_file
 from vitx.data.folder import CheckSize, class_names_in, folders_in, list_images, open_folder, split_folder
@@ -26,8 +29,6 @@ def open_images(
     (`open_splits` compares the classes of every form), or when an image of a folder of at most 20,000 cannot be read
     or does not pass `check_size`; with `skip_bad` such images are left out and listed in `skipped`.
     """
-    from vitx.data import cifar, hugging_face, webdataset  # each with libraries of its own
-
     if split not in SPLIT_NAMES:
         raise unknown_name("split", split, SPLIT_NAMES)
     data = str(data)
@@ -38,18 +39,24 @@ def open_images(
     if is_split_file(data):
         return open_split_file(Path(data), split)
     root = folder_of(data)
-    if (root / "train").is_dir() and folders_in(root / "train"):
-        return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad, check_size=check_size)
-    if (folder := cifar.find_folder(root)) is not None:
-        return cifar.open_cifar(folder, split)
-    if hugging_face.is_hugging_face(root):
-        return hugging_face.open_hugging_face(root, split)
-    if any(webdataset.find_shards(str(root), name) for name in SPLIT_NAMES):
-        return webdataset.open_shards(str(root), split)
-    if is_flat(root):
-        return open_flat(root, split, skip_bad=skip_bad, check_size=check_size)
-    # Nothing was recognised: this raises the error that says what a folder must hold.
+    if not ((root / "train").is_dir() and folders_in(root / "train")):
+        if (open_split := _in_files(root)) is not None:
+            return open_split(split)
+        if is_flat(root):
+            return open_flat(root, split, skip_bad=skip_bad, check_size=check_size)
+    # Where nothing was recognised, this raises the error that says what a folder must hold.
     return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad, check_size=check_size)
+
+
+def _in_files(root: Path) -> Callable[[Split], ImageSet] | None:
+    """What opens a split of a set that is no folder a class: CIFAR, Hugging Face, shards; None for another."""
+    if (folder := cifar.find_folder(root)) is not None:
+        return partial(cifar.open_cifar, folder)
+    if hugging_face.is_hugging_face(root):
+        return partial(hugging_face.open_hugging_face, root)
+    if any(webdataset.find_shards(str(root), name) for name in SPLIT_NAMES):
+        return partial(webdataset.open_shards, str(root))
+    return None
 
 
 def open_splits(
@@ -74,23 +81,16 @@ def log_skipped(*sets: ImageSet) -> None:
     """Say how many images of each set were left out, and name the first."""
     for images in sets:
         if count := len(images.skipped):
-            more = f"s: {images.skipped[0]} and {count - 1} more" if count > 1 else f": {images.skipped[0]}"
-            log(f"left out {count} image{more}")
+            more = f" and {count - 1} more" if count > 1 else ""
+            log(f"left out {counted(count, 'image')}: {images.skipped[0]}{more}")
 
 
 def has_splits(root: Path) -> bool:
     """Whether a folder holds splits in a form that `open_images` knows: not images, nor class folders alone."""
-    from vitx.data import cifar, hugging_face, webdataset
-
-    if any((root / split).is_dir() for split in ("train", "val")):
+    if any((root / split).is_dir() for split in SPLIT_NAMES):
         return True
-    in_files = (
-        cifar.find_folder(root) is not None
-        or hugging_face.is_hugging_face(root)
-        or any(bool(webdataset.find_shards(str(root), name)) for name in SPLIT_NAMES)
-    )
     # A table or an archive beside images makes no set of them. Asked last, because it walks the whole folder.
-    return in_files and not list_images(root)
+    return _in_files(root) is not None and not list_images(root)
 
 
 def folder_of(data: str) -> Path:
