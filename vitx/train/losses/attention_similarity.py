@@ -31,27 +31,17 @@ def attention_loss(
 ) -> Iterator[Callable[[], Tensor]]:
     """Watch one forward pass of `model`; after it the function returns the loss of its maps, a scalar.
 
-    Raises what `record_qkv` does, and InputError for too few pairs.
+    It is the mean `map_similarity` of adjacent blocks, of the first `pairs` (0: all). Raises InputError for too few
+    pairs, and what `record_qkv` does.
     """
-    with ExitStack() as watched:
-        if maps == "mixed":
-            similarities = watched.enter_context(mixed_similarities(model, over=over, pairs=pairs))
-            yield lambda: _mean(similarities, pairs)
-        else:
-            blocks = watched.enter_context(record_qkv(model))
+    if maps == "softmax":
+        with record_qkv(model) as blocks:
             yield lambda: qkv_similarity_loss(blocks, over=over, pairs=pairs)
-
-
-@contextmanager
-def mixed_similarities(model: nn.Module, *, over: Over = "heads", pairs: int = 0) -> Iterator[list[Tensor]]:
-    """The `map_similarity` of the mixed maps of adjacent blocks, of the first `pairs` (0: all), in one forward pass.
-
-    Fused kernels are off inside. Maps are compared in float32 or wider as soon as the second of a pair is there.
-    """
+        return
     similarities: list[Tensor] = []
     before: list[Tensor] = []
 
-    def compare(maps_BHNN: Tensor) -> None:
+    def compare(maps_BHNN: Tensor) -> None:  # as soon as the second of a pair is there, in float32 or wider
         with torch.autocast(maps_BHNN.device.type, enabled=False):
             wide = at_least_float32(maps_BHNN)
             if before and not 0 < pairs <= len(similarities):
@@ -59,7 +49,7 @@ def mixed_similarities(model: nn.Module, *, over: Over = "heads", pairs: int = 0
         before[:] = [wide]
 
     with attention_maps(model, of=compare, stage="mixed"):
-        yield similarities
+        yield lambda: _mean(similarities, pairs)
 
 
 class BlockQkv(NamedTuple):
