@@ -104,10 +104,10 @@ class Study:
                 log(f"{count}/{len(trials)} {trial.name}: {outcome}", quiet=self.quiet)
                 after_each()
 
-    def result(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
-        """The results so far; `steps` are those of the build-up rule."""
+    def write(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
+        """Write the results so far into study.json and return them; `steps` are those of the build-up rule."""
         scores = [self.scores[trial] for trial in self.trials(variants) if trial in self.scores]
-        return StudyResult(
+        result = StudyResult(
             study=self.kind,
             recipe=self.recipe,
             data=self.base.data,
@@ -126,6 +126,8 @@ class Study:
             paper=STUDIES[self.kind].paper,
             here=self._scale(variants),
         )
+        write_json(self.out / "study.json", result)
+        return result
 
     def _scale(self, variants: Sequence[Variant]) -> str:
         """What is trained here, to be read beside what the paper trained; the image size is the rows' own."""
@@ -137,12 +139,6 @@ class Study:
             f"{recipe.model.name}{arguments}; {len(images)} images of {len(images.class_names)} classes, "
             f"{', '.join(map(str, sorted(sizes)))} px, {epochs} at batch {recipe.batch_size}, {seeds}"
         )
-
-    def write(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
-        """Write study.json and return what it holds."""
-        result = self.result(variants, steps)
-        write_json(self.out / "study.json", result)
-        return result
 
 
 def compare(study: Study, variants: Sequence[Variant]) -> StudyResult:
