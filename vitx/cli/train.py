@@ -45,29 +45,38 @@ def command(
     resolved, folder = _resolved(recipe, data, out, options, device)
     from vitx.train.loop.distributed.processes import is_first_process
 
+    prints = is_first_process()
     if options.dry_run:
         from vitx.train.loop.dry_run import dry_run as take_some_steps
 
         found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
-        if is_first_process():
+        if prints:
             print_result(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
         return
     if options.lr_find:
-        _find_rate(resolved, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
+        from vitx.train.lr_find import lr_find, rows
+
+        found = lr_find(resolved, skip_bad=skip_bad, device=device, quiet=quiet)
+        if prints and as_json:
+            print_json(found)
+        elif prints:
+            print_table("loss by learning rate", ("rate", "loss", ""), rows(found.pop("curve")))
+            print_fields(f"learning rate of {resolved.name}, nothing is written", found)
         return
     after_epoch = None
     if analysis_every:
         from vitx.analyze.between_epochs import analysis_between_epochs
 
         after_epoch = analysis_between_epochs(folder, analysis_every, skip_bad=skip_bad, quiet=quiet)
-    choices: dict[str, Any] = {"skip_bad": skip_bad, "device": device, "wandb": wandb, "after_epoch": after_epoch}
+    choices: dict[str, Any] = {"resume": options.resume, "quiet": quiet, "skip_bad": skip_bad, "device": device}
+    choices |= {"wandb": wandb, "after_epoch": after_epoch}
     again = ["train", resolved.name, "--out", str(folder), "--resume", *["--skip-bad"] * skip_bad]
     again += [] if device == "auto" else ["--device", device]
     again += [] if wandb is None else ["--wandb", wandb]
     again += ["--analysis-every", str(analysis_every)] if analysis_every else []
     # A new run keeps its settings; those that were changed since are not in its recipe.json.
     again += [word for setting in options.settings for word in ("--set", setting)] if options.resume else []
-    _train(resolved, folder, again, resume=options.resume, as_json=as_json, quiet=quiet, **choices)
+    _train(resolved, folder, again, choices, as_json=as_json, prints=prints)
 
 
 def _resolved(
@@ -92,18 +101,18 @@ def _resolved(
 
 
 def _train(
-    resolved: "Recipe", folder: Path, again: list[str], *, resume: bool, as_json: bool, quiet: bool, **choices: Any
+    resolved: "Recipe", folder: Path, again: list[str], choices: dict[str, Any], *, as_json: bool, prints: bool
 ) -> None:
     """again: the arguments with which a run that was stopped goes on."""
     from vitx.train import train
-    from vitx.train.loop.distributed.processes import is_first_process, launcher
+    from vitx.train.loop.distributed.processes import launcher
     from vitx.train.loop.interruption import TrainingStopped
     from vitx.train.progress import OUT_OF_PATIENCE
 
-    prints = is_first_process()
+    quiet = choices["quiet"]
     resuming = f"resume with `{shlex.join([*launcher(), *again])}`"
     try:
-        result = train(resolved, folder, resume=resume, quiet=quiet, **choices)
+        result = train(resolved, folder, **choices)
     except TrainingStopped as stopped:
         log(f"{stopped}, all is saved: {resuming}", quiet=not prints)
         raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
@@ -121,17 +130,3 @@ def _train(
     metric = resolved.selection.metric
     print_result(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
     log_next("vitx", "report", folder, *["--skip-bad"] * choices["skip_bad"], quiet=quiet)
-
-
-def _find_rate(resolved: "Recipe", *, as_json: bool, **choices: Any) -> None:
-    from vitx.train.loop.distributed.processes import is_first_process
-    from vitx.train.lr_find import lr_find, rows
-
-    found = lr_find(resolved, **choices)
-    if not is_first_process():
-        return
-    if as_json:
-        print_json(found)
-        return
-    print_table("loss by learning rate", ("rate", "loss", ""), rows(found.pop("curve")))
-    print_fields(f"learning rate of {resolved.name}, nothing is written", found)
