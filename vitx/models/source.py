@@ -223,9 +223,7 @@ def _source_from_model(request: SourceRequest) -> Source:
     if request.weights == "pretrained" and config.num_classes != spec.num_classes:
         random = ("its classifier",)
     if "img_size" in arguments:
-        size = arguments["img_size"]
-        side = size[0] if isinstance(size, list) else size
-        config = replace(config, input_size=(3, side, side))
+        config = at_size(config, arguments["img_size"])
     return Source(
         name=str(request.target),
         model=model.eval(),
@@ -256,6 +254,12 @@ def _class_names(request: SourceRequest, published: int, given: Any) -> tuple[st
             "--model-arg num_classes=N"
         )
     return tuple(map(str, range(count)))
+
+
+def at_size(config: Any, size: int | list[int]) -> Any:
+    """timm's configuration of a network that is built with `img_size`: the side of a square, in pixels, or both."""
+    side = size[0] if isinstance(size, list) else size
+    return replace(config, input_size=(3, side, side))
 
 
 def preprocessing_of(config: Any) -> Preprocessing:

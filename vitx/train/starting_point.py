@@ -12,7 +12,7 @@ from vitx.core.machine import usable_cores
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.models.device import choose_device
-from vitx.models.source import PREFIX, SourceRequest, preprocessing_of
+from vitx.models.source import PREFIX, SourceRequest, at_size, preprocessing_of
 from vitx.train.recipes.photos import Photographs
 from vitx.train.recipes.recipe import DERIVED_ARGUMENTS, ModelChoice, Recipe, from_root
 
@@ -53,14 +53,10 @@ def _from_published(recipe: Recipe, request: SourceRequest) -> Recipe:
             "a file of weights"
         )
     arguments = request.arguments
-    preprocessing = preprocessing_of(config)
-    size = arguments.pop("img_size", preprocessing.image_size)
-    if type(size) is not int or size < 1:
-        raise InputError(
-            f"--from {request.target}: img_size={size}: expected the side of a square in pixels, such as 224"
-        )
+    if "img_size" in arguments:
+        config = at_size(config, arguments.pop("img_size"))
     choice = ModelChoice(name=request.network, kwargs=arguments, initial_checkpoint="timm")
-    return recipe.changed({"model": choice, "preprocessing": preprocessing.model_copy(update={"image_size": size})})
+    return recipe.changed({"model": choice, "preprocessing": preprocessing_of(config)})
 
 
 def photographs_of(data: str, device: str) -> Photographs:

@@ -107,6 +107,7 @@ def test_a_run_begins_from_published_weights_from_a_run_or_from_a_file(tmp_path:
     assert of_timm.model.name == "deit3_small_patch16_224"
     assert (of_timm.model.initial_checkpoint, of_timm.model.kwargs) == ("timm", {})
     assert (of_timm.preprocessing.image_size, of_timm.preprocessing.mean) == (96, config.mean)
+    assert begun("model:timm/deit3_small_patch16_224?img_size=(96,96)") == of_timm
     of_run = begun(str(run.path))
     assert (of_run.model.name, of_run.model.initial_checkpoint) == ("deepvit_digits", str(run.path))
     assert of_run.model.kwargs == {"depth": 2}
