@@ -46,7 +46,6 @@ def pooled_tokens(model: nn.Module) -> PooledTokens:
     Raises InputError for a network that is no transformer of one list of blocks, each with one attention over all
     tokens, and for another pooling than these.
     """
-    network: Any = model
     blocks = len(getattr(model, "blocks", ()))
     layers = attention_layers(model)
     local = any(isinstance(layer, LocalAttention) for layer in layers.values())
@@ -65,7 +64,7 @@ def pooled_tokens(model: nn.Module) -> PooledTokens:
     elif pooling == "token" and prefix:
         start, stop = 0, 1
     elif pooling == "avg":
-        start, stop = (0 if getattr(network, "pool_include_prefix", False) else prefix), tokens
+        start, stop = (0 if getattr(model, "pool_include_prefix", False) else prefix), tokens
     else:
         raise InputError(
             f"{type(model).__name__} pools its tokens by '{pooling}': attention and rollout are of the class token, or "
@@ -104,9 +103,9 @@ def recorded_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callabl
             for index, layer in enumerate(classifiers_of(model)):
                 restore.callback(layer.register_forward_pre_hook(_keep(features, index)).remove)
         maps: dict[str, Tensor] = {}
-        looks = [name for name in names if name != "embedding"]
-        pooled: Any = pooled_tokens(model) if looks else None
-        if looks:
+        pooled: Any = None
+        if any(name != "embedding" for name in names):
+            pooled = pooled_tokens(model)
             maps = restore.enter_context(attention_maps(model, stage="softmax"))
 
         def found() -> dict[str, Tensor]:

@@ -215,10 +215,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise InputError(f"'{path}' is not a checkpoint: it is cut off, or not written by torch.save") from error
     except (struct.error, *UNUSABLE) as error:
         raise InputError(f"'{path}' is not a checkpoint: {first_line(error)}") from None
-    for container in CONTAINERS:
-        if isinstance(content, dict) and isinstance(content.get(container), dict):
-            content = content[container]
-            break
+    if isinstance(content, dict):
+        content = next((content[name] for name in CONTAINERS if isinstance(content.get(name), dict)), content)
     if not isinstance(content, dict) or not content or not all(map(_is_plain, content.values())):
         raise InputError(f"'{path}' holds no dictionary of plain tensors, nor one under {', '.join(CONTAINERS)}")
     return _named(path, content)
