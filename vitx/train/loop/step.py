@@ -72,7 +72,6 @@ class Stepper:
         """
         settings = self.recipe.optimizer
         losses = self._backward(epoch, batch)
-        checked_total = losses["total"]
         if settings.sam_rho:
             # SAM's second pass: the gradient at w + ρ·g/‖g‖ replaces the one at w (docs/maths.md §2.7).
             with perturbed(self.parameters, settings.sam_rho), untracked_batch_norm(self.network):
@@ -85,10 +84,9 @@ class Stepper:
         fault = 0 * self.gradient_norm  # NaN where that is not finite
         if self.scaler.is_enabled():  # which skips a step whose gradient overflows, and halves the scale
             fault = torch.where(self.scaler.scale(torch.ones_like(fault)) < SMALLEST_SCALE, fault, 0)
-        checked_total = checked_total + fault
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return losses, checked_total
+        return losses, losses["total"] + fault
 
     def _backward(self, epoch: int, batch: DeviceBatch) -> dict[str, Tensor]:
         """Leave the gradient of the whole batch in the parameters; return the mean losses over its parts."""

@@ -78,9 +78,8 @@ def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_nam
     """
     name = settings.teacher
     if not name:
-        for field, value in settings:
-            if value != type(settings).model_fields[field].default:
-                raise InputError(f"distillation.{field} has no effect without distillation.teacher: leave it out")
+        for field in settings.model_dump(exclude_defaults=True):
+            raise InputError(f"distillation.{field} has no effect without distillation.teacher: leave it out")
         return None
     if name.startswith(TIMM):
         network = _timm_network(name, len(class_names))
