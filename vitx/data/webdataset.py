@@ -152,8 +152,7 @@ def _class_names(data: str, folder: Path) -> tuple[str, ...]:
     for place in (folder, folder.parent):
         if (place / CLASS_NAMES_FILE).is_file():
             return _names_in(place / CLASS_NAMES_FILE)
-    splits: tuple[Split, ...] = ("train", "val")
-    largest = max(sample.label for split in splits for sample in _index(find_shards(data, split)))
+    largest = max(sample.label for split in SPLIT_NAMES for sample in _index(find_shards(data, split)))
     return tuple(str(number) for number in range(largest + 1))
 
 
