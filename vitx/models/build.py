@@ -55,8 +55,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise InputError(f"{path} is not a safetensors file: {error}") from None
     expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     found = {key: tuple(value.shape) for key, value in state.items()}
-    if expected != found:
-        differing = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+    if differing := sorted(dict(expected.items() ^ found.items())):
         first = differing[0]
         raise InputError(
             f"{path} belongs to another architecture: {entries_differ(len(differing))}, the first is '{first}' "

@@ -277,12 +277,9 @@ def save_weights(model: nn.Module, path: Path) -> None:
 def _require_same_architecture(
     path: Path, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], heads: tuple[str, ...]
 ) -> None:
-    differing = sorted(
-        key
-        for key in expected.keys() | found.keys()
-        if expected.get(key) != found.get(key) and not key.startswith(heads) and not key.endswith("num_batches_tracked")
-    )
-    if differing:
+    different = dict(expected.items() ^ found.items())
+    ignored = {key for key in different if key.startswith(heads) or key.endswith("num_batches_tracked")}
+    if differing := sorted(different.keys() - ignored):
         first = differing[0]
         raise InputError(
             f"'{path}' is of another architecture: {entries_differ(len(differing))}, the first is '{first}' "
