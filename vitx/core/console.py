@@ -179,7 +179,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 def print_fields(title: str, fields: Mapping[str, object]) -> None:
     """A two-column table of names and values on standard output."""
-    print_table(title, ("", ""), [(name, value) for name, value in fields.items()])
+    print_table(title, ("", ""), list(fields.items()))
 
 
 def print_result(title: str, fields: Mapping[str, object], *, as_json: bool) -> None:

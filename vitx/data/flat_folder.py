@@ -82,9 +82,8 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool, check_size: CheckSize
     _require_two_of_each(root, classes, [len(paths) for paths in images])
     chosen = [(path, label) for label, paths in enumerate(images) for path in _of_split(root, paths, split)]
     beside = beside_classes(root) if split == "train" else []  # said once
-    name = str(root)
     images_of_split = readable_images(
-        root, classes, chosen, beside, name=name, skip_bad=skip_bad, check_size=check_size, part=PARTS[split]
+        root, classes, chosen, beside, name=str(root), skip_bad=skip_bad, check_size=check_size, part=PARTS[split]
     )
     return replace(images_of_split, by_hash=True)
 
