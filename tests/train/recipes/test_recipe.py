@@ -12,7 +12,14 @@ from vitx import cli
 from vitx.cli import train
 from vitx.core.errors import InputError
 from vitx.core.files import read_record, write_json
-from vitx.train.recipes.recipe import Recipe, apply_overrides, first_difference, read_recipe, setting_names
+from vitx.train.recipes.recipe import (
+    DERIVED_ARGUMENTS,
+    Recipe,
+    apply_overrides,
+    first_difference,
+    read_recipe,
+    setting_names,
+)
 from vitx.train.recipes.registry import RECIPES, describe, get_recipe, resolve_recipe
 
 RECIPE = get_recipe("digits-deepvit")
@@ -131,6 +138,12 @@ def test_a_rate_that_follows_from_the_batch_may_be_that_of_a_smaller_one(name: s
     given, smaller = get_recipe(name), apply_overrides(get_recipe(name), ["batch_size=64"])
     rates = [recipe.optimizer.rate(recipe.batch_size) for recipe in (given, smaller)]
     assert rates[1] == pytest.approx(rates[0] * 64 / given.batch_size)
+
+
+def test_the_docs_name_every_argument_that_follows_from_something_else() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    told = text.partition("follow from other settings and cannot be given: ")[2].partition(".\n")[0]
+    assert set(re.findall(r"`([a-z_]+)`\s\(", told)) == DERIVED_ARGUMENTS.keys()
 
 
 def test_every_setting_name_that_is_listed_is_accepted() -> None:
