@@ -62,7 +62,7 @@ def run_limited(
         with _working_folder_not_searched(), _interrupts_held():
             process.start()
         theirs.close()
-        answer = _wait(title, process, ours, time.monotonic() + seconds, memory_gib, seconds)
+        answer = _wait(title, process, ours, seconds, memory_gib)
     finally:
         if process.is_alive():
             process.kill()
@@ -132,9 +132,8 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def _wait(
-    title: str, process: Any, connection: Connection, deadline: float, memory_gib: float, seconds: float
-) -> tuple[str, Any]:
+def _wait(title: str, process: Any, connection: Connection, seconds: float, memory_gib: float) -> tuple[str, Any]:
+    deadline = time.monotonic() + seconds
     while True:
         if connection.poll(_POLL_SECONDS):
             try:
