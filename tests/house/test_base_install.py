@@ -47,7 +47,7 @@ def environment(path: Path, extras: set[str], wheel: Path) -> Path:
                 os.symlink(source / top, link)
     python = path / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*command, str(wheel)], check=True)
+    subprocess.run([*command, str(wheel)], check=True, env=without_path())
     return python
 
 
@@ -61,9 +61,14 @@ def serve_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     return environment(tmp_path_factory.mktemp("serve"), {"serve"}, wheel)
 
 
+def without_path() -> dict[str, str]:
+    """Through PYTHONPATH a clone of vitx would be found, and pip would hold that it is installed."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
 def run(python: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run([str(python), *arguments], capture_output=True, text=True, check=False, env=clean, cwd=cwd)
+    command, clean = [str(python), *arguments], without_path()
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=clean, cwd=cwd)
 
 
 def test_the_base_has_neither_torch_nor_starlette(base_python: Path) -> None:
