@@ -184,8 +184,7 @@ def test_rates_and_scenarios_go_through_the_servers_batcher(tiny_bundle: Bundle,
     assert calls == [
         ("instances", 3, 2),
         ("load", tiny_bundle.path, "onnxruntime", "cpu", 2),
-        ("infer", (1, *images[1:]), uint8),
-        ("infer", images, uint8),
+        *[("infer", (1, *images[1:]), uint8), ("infer", images, uint8)] * 4,  # each of three, and a batch alone
         ("rate", images, 10.0, settings),
         ("rate", images, 20.0, settings),
         ("scenario", "offline", images, settings),
@@ -211,11 +210,13 @@ def test_what_was_tuned_is_taken_where_nothing_is_asked_for(
     found: tuple[int, int | None],
 ) -> None:
     tuned = Setting(instances=5, threads=7, batch_size=1, images_per_second=1, median_ms=1)
-    monkeypatch.setattr(module, "tuned_setting", lambda bundle, name: tuned if name == "onnxruntime" else None)
+    known = {"onnxruntime": tuned}
+    monkeypatch.setattr("vitx.runtimes.instances.tuned_setting", lambda bundle, name: known.get(name))
+    monkeypatch.setattr("vitx.runtimes.instances.usable_cores", lambda: 1)
     request_of(tiny_bundle, threads=threads).load_test(**LOAD | {"instances": instances})
     assert calls[:2] == [("instances", *found), ("load", tiny_bundle.path, "onnxruntime", "cpu", found[1])]
     assert calls[3][1][0] == 4  # of 64 images, so that not every query is of the same ones
-    monkeypatch.setattr(module, "tuned_setting", lambda bundle, name: None)
+    known.clear()
     calls.clear()
     request_of(tiny_bundle).load_test(**LOAD | {"scenarios": ("offline",)})
     assert calls[0] == ("instances", 1, None)

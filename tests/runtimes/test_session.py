@@ -211,7 +211,7 @@ def test_a_model_of_which_the_second_copy_cannot_be_loaded_is_closed() -> None:
 def test_a_server_on_a_cpu_takes_the_cores_as_the_load_asks(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitx.serve.models.loading.usable_cores", lambda: 4)
+    monkeypatch.setattr("vitx.runtimes.instances.usable_cores", lambda: 4)
 
     def described(instances: int | None, threads: int | None) -> Any:
         loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=instances, threads=threads))

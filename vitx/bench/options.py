@@ -22,7 +22,9 @@ class BenchOptions(Options):
     scenario: str | None = option(None, "offline, server, single-stream, with commas between.")
     p99: float = option(100.0, "Bound of the server scenario in milliseconds.", ge=0.001)
     tune: bool = option(False, "Find the instances, threads and batch for this machine's processor.")
-    instances: int | None = option(None, "Batches at the same time, with --rate and --scenario.", ge=1, le=1024)
+    instances: int | None = option(
+        None, "Batches at the same time, with --rate and --scenario. Default: as many as `vitx serve`.", ge=1, le=1024
+    )
     plot: Path | None = option(None, "Throughput against latency, to a .png or .svg.")
     threads: Threads = None
     device: DeviceOption = "auto"

@@ -21,9 +21,9 @@ from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_for_callers, tuned_setting
-from vitx.runtimes.requirements import RUNTIMES, require
-from vitx.runtimes.session import Session, device_name, image_shape, is_cpu
+from vitx.runtimes.instances import load_for_callers, runs_on_cpu, serving_setting
+from vitx.runtimes.requirements import require
+from vitx.runtimes.session import Session, device_name, image_shape
 from vitx.serve.options import ServeOptions
 
 
@@ -127,18 +127,15 @@ class BenchRequest:
     ) -> LoadTestReport:
         """Measure rates and scenarios through the server's batcher, for `seconds` each. p99: the bound, in seconds.
 
-        instances: None takes what `--tune` found for this processor, if no threads were asked for either, else one.
-        Several without a number of threads share the cores, as they do in the server.
+        instances: as many as `vitx serve` takes with these instances and threads, which share the cores as there.
         """
         if not (0 < seconds < math.inf and p99 > 0):
             raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0, and finite seconds")
         for rate in rates:
             check_arrivals(rate, seconds)  # before anything is loaded
         name = self._only("--rate and --scenario")
-        unset = instances is None and self.threads is None
-        tuned = tuned_setting(self.bundle, name) if unset and self._on_processor(name) else None
-        count = tuned.instances if tuned else instances or 1
-        threads = tuned.threads if tuned else self.threads
+        device = device_name(self.device)
+        count, threads = serving_setting(self.bundle, name, device, instances, self.threads)
 
         def load(threads: int | None) -> Session:
             return load_session(self.bundle, name, device=self.device, threads=threads)
@@ -146,10 +143,11 @@ class BenchRequest:
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
         settings = ScenarioSettings(batching, seconds, p99)
         images = random_images(max(max_batch, 64), image_shape(self.bundle))
-        cores = usable_cores() if self._on_processor(name) else None
-        with load_for_callers(load, count, threads, cores) as session:
-            for rows in (1, max_batch):
-                session.infer(images[:rows])
+        with load_for_callers(load, count, threads, on_cpu=runs_on_cpu(name, device)) as session:
+            # All that load, and run when several batches do: the first call of a session allocates.
+            for one in [session] if count == 1 else [session, *[session.under_load] * count]:
+                for rows in (1, max_batch):
+                    one.infer(images[:rows])
             open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]
             answers = [run_scenario(scenario, session.infer, images, settings) for scenario in scenarios]
             return LoadTestReport(
@@ -178,10 +176,6 @@ class BenchRequest:
         if len(self.names) > 1 or _runs_a_run(self.names[0]):
             raise InputError(f"{option}: expected one runtime that runs bundles, not {', '.join(self.names)}")
         return self.names[0]
-
-    def _on_processor(self, name: str) -> bool:
-        own = RUNTIMES[name].device
-        return is_cpu(device_name(self.device) if own == "auto" else own)
 
     def _load(self, name: str) -> Session:
         return load_session(self.bundle, name, device=self.device, threads=self.threads)

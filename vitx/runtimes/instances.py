@@ -7,9 +7,10 @@ from typing import Any
 
 from vitx.core.bundle import Bundle
 from vitx.core.latency import Setting
+from vitx.core.machine import usable_cores
 from vitx.core.preprocess import UInt8Array
-from vitx.runtimes.requirements import reported_name
-from vitx.runtimes.session import Float32Array, Session
+from vitx.runtimes.requirements import RUNTIMES, reported_name
+from vitx.runtimes.session import Device, Float32Array, Session, is_cpu
 
 MAX_SESSIONS = 8  # each may have a copy of the weights
 
@@ -94,15 +95,31 @@ def load_elastic(load: Callable[[int | None], Session], instances: int, cores: i
     return session
 
 
+def runs_on_cpu(runtime: str, device: Device) -> bool:
+    """Whether a runtime computes on the CPU here: by its own device if it has one, else by `device`."""
+    own = RUNTIMES[runtime].device
+    return is_cpu(device if own == "auto" else own)
+
+
+def serving_setting(
+    bundle: Bundle, runtime: str, device: Device, instances: int | None, threads: int | None
+) -> tuple[int, int | None]:
+    """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
+    if instances is not None or threads is not None or not runs_on_cpu(runtime, device):
+        return instances or 1, threads
+    tuned = tuned_setting(bundle, runtime)
+    return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
+
+
 def load_for_callers(
-    load: Callable[[int | None], Session], instances: int, threads: int | None, cores: int | None
+    load: Callable[[int | None], Session], instances: int, threads: int | None, *, on_cpu: bool
 ) -> Session:
     """Return a session for so many callers at once, each with `threads` threads for its batch.
 
-    cores: of a CPU, None on a GPU. Several callers on a CPU without a number of threads share them (`load_elastic`).
+    Several callers on a CPU without a number of threads share its cores (`load_elastic`).
     """
-    if threads is None and instances > 1 and cores is not None:
-        return load_elastic(load, instances, cores)
+    if threads is None and instances > 1 and on_cpu:
+        return load_elastic(load, instances, usable_cores())
     return load_instances(lambda: load(threads), instances, threads)
 
 

@@ -17,15 +17,14 @@ from vitx.core.bundle import LATENCY, Bundle, files_folder, local_bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.machine import usable_cores
 from vitx.core.preprocess import UInt8Array
 from vitx.parity.executables.choice import runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_for_callers, sessions_on, tuned_setting
+from vitx.runtimes.instances import load_for_callers, runs_on_cpu, serving_setting
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.runtimes.session import LOGITS, Device, Session, image_shape, is_cpu
+from vitx.runtimes.session import LOGITS, Device, Session, image_shape
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Infer
 from vitx.serve.limits import Batching
@@ -138,7 +137,7 @@ class Loader:
         """Load a model and run batches; known: see `Canary`. Raises InputError or CheckFailed where it is refused."""
         given, device = self.options, self.options.device
         runtimes = runtimes_by_speed(offer.bundle, given.runtime, device=device, threads=given.threads)
-        instances, threads = self._setting(offer.bundle, runtimes[0])
+        instances, threads = serving_setting(offer.bundle, runtimes[0], device, given.instances, given.threads)
         batching = replace(given.batching, instances=instances)
         with ExitStack() as opened:  # closes the sessions of a model that is refused
             session = load_warm(offer.bundle, batching, opened, device=device, threads=threads, runtime=runtimes[0])
@@ -185,14 +184,6 @@ class Loader:
             log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
             return None
 
-    def _setting(self, bundle: Bundle, runtime: str) -> tuple[int, int | None]:
-        """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
-        given = self.options
-        if not is_cpu(given.device) or given.instances is not None or given.threads is not None:
-            return given.instances or 1, given.threads
-        tuned = tuned_setting(bundle, runtime)
-        return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
-
 
 def infer_rows(session: Session) -> Infer:
     """What computes one row an image: the logits, and then each further output of the session (see `Contract`)."""
@@ -220,7 +211,7 @@ def load_warm(
     def load(threads: int | None) -> Session:
         return load_session(bundle, runtime, device=device, threads=threads, outputs=outputs)
 
-    session = load_for_callers(load, batching.instances, threads, usable_cores() if is_cpu(device) else None)
+    session = load_for_callers(load, batching.instances, threads, on_cpu=runs_on_cpu(runtime, device))
     opened.enter_context(session)
     contract = Contract.of(bundle.manifest, outputs=outputs)
     for rows in {1, min(2, batching.max_batch)}:
