@@ -60,16 +60,17 @@ def test_points_are_the_known_times() -> None:
     assert [point.batch_size for point in points] == [1, 4]
     for point, least in zip(points, (1.5, 3.0), strict=True):
         assert point.p90_ms is not None
-        assert point.p99_ms is not None
-        # The clock can only be late.
-        assert least <= point.median_ms <= point.p90_ms <= point.p95_ms <= point.p99_ms
+        # The clock can only be late. A machine that is busy leaves too few calls for a 99th percentile.
+        assert least <= point.median_ms <= point.p90_ms <= point.p95_ms <= (point.p99_ms or math.inf)
         assert point.images_per_second == pytest.approx(1000 * point.batch_size / point.median_ms)
 
 
 def test_slow_calls_are_still_enough_for_a_percentile() -> None:
     session = Sleeper(0.02)
-    bench(session, SHAPE, batch_sizes=(2,), seconds=0.05)
+    (point,) = bench(session, SHAPE, batch_sizes=(2,), seconds=0.05)
     assert len(session.calls) >= MIN_CALLS
+    assert point.p90_ms is not None
+    assert point.p99_ms is None
 
 
 def test_batch_sizes_and_sessions_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

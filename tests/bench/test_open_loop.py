@@ -18,7 +18,7 @@ from vitx.bench import autotune, scenarios
 from vitx.bench.autotune import best_setting, core_splits, tune
 from vitx.bench.open_loop import OpenLoopRun, _OpenLoop, poisson_arrivals, run_open_loop
 from vitx.bench.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
-from vitx.bench.timing import Lane, percentiles
+from vitx.bench.timing import Lane
 from vitx.core.bundle import LATENCY, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Setting
@@ -34,14 +34,6 @@ IMAGES = np.zeros((8, 16, 16, 3), dtype=np.uint8)
 
 def answer(images: UInt8Array) -> Float32Array:
     return np.zeros((len(images), 4), dtype=np.float32)
-
-
-def test_percentiles_are_linear_between_neighbours() -> None:
-    times = [5.0, 1.0, 4.0, 2.0, 3.0]
-    shares = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
-    expected = dict(zip(shares, np.quantile(times, shares), strict=True))
-    assert percentiles(times, shares) == pytest.approx(expected)
-    assert percentiles([2.0], (0.5, 0.99)) == {0.5: 2.0, 0.99: 2.0}
 
 
 def test_arrivals_are_poisson_and_the_same_at_every_call() -> None:
@@ -175,6 +167,9 @@ def test_requests_are_due_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> N
     result = run_open_loop(answer, IMAGES, arrivals, ServeOptions().batching)
     assert [moment - due[0] for moment in due] == pytest.approx(arrivals)
     assert len(result.latencies) == 3
+    assert result.late is None  # three have no 99th percentile
+    result = run_open_loop(answer, IMAGES, [0.0] * 100, ServeOptions().batching)
+    assert result.late is not None
     assert 0 <= result.late <= result.elapsed
 
 
@@ -207,7 +202,7 @@ def test_scenarios_ask_through_the_batcher(tiny_bundle: Bundle) -> None:
         sizes.add(len(images))
         return session.infer(images)
 
-    settings = ScenarioSettings(ServeOptions(max_batch=4).batching, seconds=0.2, p99=5.0)
+    settings = ScenarioSettings(ServeOptions(max_batch=4).batching, seconds=0.5, p99=5.0)
     offline = run_scenario("offline", infer, IMAGES, settings)
     assert sizes <= {1, 2, 3, 4}
     assert 4 in sizes
@@ -262,7 +257,7 @@ def test_a_single_stream_tells_the_percentiles_of_its_calls(monkeypatch: pytest.
 
         def take_turn(self, seconds: float) -> None:
             assert (seconds, warm) == (2, [True])
-            self.times = [number / 1000 for number in range(100)]
+            self.measured, self.times = 2, [number / 1000 for number in range(100)]
 
     monkeypatch.setattr(scenarios, "Lane", Known)
     result = run_scenario("single-stream", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=2, p99=1))
@@ -271,7 +266,15 @@ def test_a_single_stream_tells_the_percentiles_of_its_calls(monkeypatch: pytest.
     assert (result.images, result.value, result.unit) == (100, result.p90_ms, "ms")
 
 
-@pytest.mark.parametrize(("seconds", "lowest"), [(1, 100), (0.125, 500)])
+def test_a_single_stream_has_calls_enough_for_its_percentile() -> None:
+    """Of few seconds there was one call, and every percentile was its time."""
+    settings = ScenarioSettings(ServeOptions().batching, seconds=1e-9, p99=1)
+    result = run_scenario("single-stream", answer, IMAGES, settings)
+    assert (result.images, result.value, result.p99_ms) == (20, result.p90_ms, None)
+    assert result.p95_ms is not None
+
+
+@pytest.mark.parametrize(("seconds", "lowest"), [(1, 120), (0.25, 480), (0.5, 240)])
 def test_the_servers_rate_is_the_largest_that_keeps_the_bound(
     monkeypatch: pytest.MonkeyPatch, seconds: float, lowest: float
 ) -> None:
@@ -292,6 +295,22 @@ def test_the_servers_rate_is_the_largest_that_keeps_the_bound(
     found = (result.p50_ms, result.p90_ms, result.p95_ms, result.p99_ms)
     assert found == pytest.approx(tuple(1e3 * share / 99 * result.value / 600 for share in (50, 90, 95, 99)))
     assert (result.images, result.unit, result.p99_bound_ms) == (100, "images/s", 1000)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0, 60.0])
+def test_the_lowest_rate_has_arrivals_enough_for_a_99th_percentile(seconds: float) -> None:
+    assert len(poisson_arrivals(scenarios.LEAST_ARRIVALS / seconds, seconds)) == 101
+
+
+def test_a_server_whose_arrivals_are_too_few_is_refused_before_the_first_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on the 99th percentile was kept by the largest of some thirty latencies."""
+    by_known_times(monkeypatch, 1, 8 / 119)
+    monkeypatch.setattr(scenarios, "run_at_rate", lambda *_: pytest.fail("a rate was tried"))
+    said = (
+        "server for 1 s at up to 119 images/s: expected at least 120 arrivals for a 99th percentile, give a longer time"
+    )
+    with pytest.raises(InputError, match=f"^{said}$"):
+        run_scenario("server", answer, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=1, p99=1))
 
 
 @pytest.mark.parametrize("count", [5, 8, 19])
@@ -339,7 +358,7 @@ def test_the_error_of_a_bound_tells_milliseconds(monkeypatch: pytest.MonkeyPatch
     by_known_times(monkeypatch, 1, 8 / 1000)
     monkeypatch.setattr(scenarios, "run_at_rate", lambda *_: OpenLoopRun((0.9984,) * 9, 0, 0.0, 1.0))
     said = (
-        "server scenario: p99 is 998 ms at 100 images/s, the lowest rate that was offered, and 125 ms were asked for: "
+        "server scenario: p99 is 998 ms at 120 images/s, the lowest rate that was offered, and 125 ms were asked for: "
         "give a larger --p99"
     )
     with pytest.raises(CheckFailed, match=f"^{said}$"):

@@ -92,6 +92,13 @@ def test_percentiles_are_milliseconds_and_null_on_a_refused_request() -> None:
     )
 
 
+def test_few_requests_have_no_percentiles_of_the_tail() -> None:
+    result = OpenLoopResult.of(10, OpenLoopRun((0.25, 0.5), 0, None, 1))
+    assert result == OpenLoopResult(
+        rate=10, answered_per_second=2, refused=0, p50_ms=250, p90_ms=None, p95_ms=None, p99_ms=None, late_ms=None
+    )
+
+
 def test_the_machine_is_its_processor_and_cores(tiny_bundle: Bundle) -> None:
     machine = describe_machine()
     request = request_of(tiny_bundle)

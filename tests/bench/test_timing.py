@@ -9,7 +9,16 @@ from unittest.mock import Mock, call
 import pytest
 
 from vitx.bench.closed_loop import point
-from vitx.bench.timing import MIN_CALLS, WARM_UP_SECONDS, WARM_UP_WINDOWS, Lane, Probe, percentiles, take_turns, warm_up
+from vitx.bench.timing import (
+    MIN_CALLS,
+    WARM_UP_SECONDS,
+    WARM_UP_WINDOWS,
+    Lane,
+    Probe,
+    percentiles_ms,
+    take_turns,
+    warm_up,
+)
 
 
 class Machine:
@@ -114,4 +123,19 @@ def test_lanes_take_turns_until_each_has_its_seconds_and_calls(monkeypatch: pyte
 
 
 def test_percentiles_are_linear_between_times() -> None:
-    assert percentiles([4.0, 1.0, 2.0], (0.25, 0.5, 1.0)) == {0.25: 1.5, 0.5: 2.0, 1.0: 4.0}
+    lane = Lane("", lambda: None, times=[4.0, 1.0, 2.0])
+    assert [lane.percentile(share) for share in (0.25, 0.5, 0.9, 1.0)] == pytest.approx([1.5, 2.0, 3.6, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(1, ()), (2, (50,)), (9, (50,)), (10, (50, 90)), (20, (50, 90, 95)), (99, (50, 90, 95))]
+)
+def test_a_percentile_is_told_where_times_may_lie_beyond(count: int, told: tuple[int, ...]) -> None:
+    """The 99th percentile of one call was that call."""
+    expected = {f"p{percent}_ms": 10.0 * percent if percent in told else None for percent in (50, 90, 95, 99)}
+    assert percentiles_ms(count, lambda share: share) == pytest.approx(expected)
+
+
+def test_an_infinite_percentile_is_not_told() -> None:
+    found = percentiles_ms(100, lambda share: share if share < 0.95 else math.inf)
+    assert found == {"p50_ms": 500, "p90_ms": 900, "p95_ms": None, "p99_ms": None}

@@ -23,7 +23,7 @@ from vitx.bench.roofline import (
     probe_dtype,
     product_probe,
 )
-from vitx.bench.timing import Lane, Probe, percentiles, take_turns, warm_up
+from vitx.bench.timing import Lane, Probe, percentiles_ms, take_turns, warm_up
 from vitx.core.bundle import Bundle, Precision, timestamp
 from vitx.core.console import log
 from vitx.core.errors import InputError
@@ -153,16 +153,16 @@ def device_of(description: Mapping[str, Any]) -> str:
 
 
 def point(lane: Lane, size: int) -> LatencyPoint:
-    """Percentiles and throughput of a lane: everything that needs no probe."""
-    found = percentiles(lane.times, (0.5, 0.9, 0.95, 0.99))
+    """Percentiles and throughput of a lane that had `MIN_CALLS`: everything that needs no probe."""
+    found, median = percentiles_ms(len(lane.times), lane.percentile), lane.percentile(0.5)
     joules = lane.joules / len(lane.times) / size if lane.energy else math.nan
     return LatencyPoint(
         batch_size=size,
-        median_ms=1e3 * found[0.5],
-        p90_ms=1e3 * found[0.9],
-        p95_ms=1e3 * found[0.95],
-        p99_ms=1e3 * found[0.99],
-        images_per_second=size / found[0.5],
+        median_ms=1e3 * median,
+        p90_ms=found["p90_ms"],
+        p95_ms=1e3 * lane.percentile(0.95),
+        p99_ms=found["p99_ms"],
+        images_per_second=size / median,
         joules_per_image=joules if math.isfinite(joules) else None,  # the counter may fail in the middle
     )
 

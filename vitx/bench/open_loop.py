@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vitx.bench.timing import percentiles
+from vitx.bench.timing import fewest_times, percentiles_ms
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batching.batcher import Batcher
@@ -32,19 +32,23 @@ class OpenLoopRun:
     """One open-loop run. Times in seconds.
 
     latencies: of the answered requests, from scheduled arrival to answer. refused: requests that found the queue full.
-    late: 99th percentile of how long after its schedule a request entered the queue; it is part of the latency, and
-    shows when the generator, not the model, is the limit.
+    late: 99th percentile of how long after its schedule a request entered the queue, None of too few; it is part of the
+    latency, and shows when the generator, not the model, is the limit.
     """
 
     latencies: tuple[float, ...]
     refused: int
-    late: float
+    late: float | None
     elapsed: float
 
     def percentile(self, share: float) -> float:
         """The latency that `share` of all requests did not exceed; a refused request counts as infinitely late."""
         times = sorted([*self.latencies, *[math.inf] * self.refused])
         return times[math.ceil(share * len(times)) - 1]
+
+    def percentiles_ms(self) -> dict[str, float | None]:
+        """See `vitx.bench.timing.percentiles_ms`."""
+        return percentiles_ms(len(self.latencies) + self.refused, self.percentile)
 
     @property
     def images_per_second(self) -> float:
@@ -128,7 +132,7 @@ class _OpenLoop:
             generator.join()
             await batcher.close()
             await asyncio.gather(*self._requests, return_exceptions=True)  # the closed batcher refuses what is left
-        late = percentiles(self._lateness, (0.99,))[0.99]
+        late = float(np.quantile(self._lateness, 0.99)) if len(self._lateness) >= fewest_times(99) else None
         return OpenLoopRun(tuple(self._latencies), self._refused, late, elapsed)
 
     def _send(self, batcher: Batcher, index: int, due: float) -> None:

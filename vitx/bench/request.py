@@ -28,7 +28,7 @@ from vitx.serve.options import ServeOptions
 
 
 class OpenLoopResult(Record):
-    """One offered rate, as JSON. A percentile is null where it falls on a refused request."""
+    """One offered rate, as JSON. A percentile is null of too few requests, or where it falls on a refused one."""
 
     rate: float
     answered_per_second: float
@@ -37,17 +37,16 @@ class OpenLoopResult(Record):
     p90_ms: float | None
     p95_ms: float | None
     p99_ms: float | None
-    late_ms: float
+    late_ms: float | None
 
     @classmethod
     def of(cls, rate: float, result: OpenLoopRun) -> "OpenLoopResult":
-        found = {share: 1e3 * result.percentile(share / 100) for share in (50, 90, 95, 99)}
         return cls(
             rate=rate,
             answered_per_second=result.images_per_second,
             refused=result.refused,
-            **{f"p{share}_ms": value if math.isfinite(value) else None for share, value in found.items()},
-            late_ms=1e3 * result.late,
+            **result.percentiles_ms(),
+            late_ms=None if result.late is None else 1e3 * result.late,
         )
 
 

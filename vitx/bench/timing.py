@@ -3,9 +3,10 @@
 A machine that slows down slows all lanes alike, and a lane is compared with the probes of its own round.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +14,20 @@ import numpy as np
 from vitx.core.console import log, progress
 
 TURN_SECONDS = 0.1
-# With fewer calls a 95th percentile would be the largest value.
-MIN_CALLS = 20
+PERCENTILES = (50, 90, 95, 99)
 WARM_UP_SECONDS = 0.1
 WARM_UP_WINDOWS = 20
 SETTLED = 0.03
 
 Clock = Callable[[], float]
+
+
+def fewest_times(percent: int) -> int:
+    """How many times a percentile needs, 100 the 99th: of fewer none lies beyond, and it would be the largest."""
+    return 100 // (100 - percent)
+
+
+MIN_CALLS = fewest_times(95)
 
 
 @dataclass
@@ -41,6 +49,10 @@ class Lane:
     @property
     def median(self) -> float:
         return statistics.median(self.times)
+
+    def percentile(self, share: float) -> float:
+        """Seconds that `share` of the calls did not exceed, linear between neighbouring times."""
+        return float(np.quantile(self.times, share))
 
     def share_done(self, seconds: float) -> float:
         """Of the seconds and the calls that it is to have, at most 1."""
@@ -126,6 +138,11 @@ def take_turns(lanes: Sequence[Lane], seconds: float, probes: Sequence[Probe] = 
         probe.lane.take_turn(turn)
 
 
-def percentiles(times: Sequence[float], shares: Sequence[float]) -> Mapping[float, float]:
-    """The percentiles at `shares`, between 0 and 1, linear between neighbouring times; keyed by share."""
-    return dict(zip(shares, np.quantile(times, shares).tolist(), strict=True))
+def percentiles_ms(count: int, percentile: Callable[[float], float]) -> dict[str, float | None]:
+    """PERCENTILES of `count` times, as reports name them; None where the times are too few, or one is infinite.
+
+    percentile: the seconds that a share of the times did not exceed.
+    """
+    known = {percent: percentile(percent / 100) for percent in PERCENTILES if count >= fewest_times(percent)}
+    found = {percent: 1e3 * seconds for percent, seconds in known.items() if math.isfinite(seconds)}
+    return {f"p{percent}_ms": found.get(percent) for percent in PERCENTILES}

@@ -71,7 +71,7 @@ def _print_points(title: str, measured: Mapping[str, "Latency"]) -> None:
             point.batch_size,
             point.median_ms,
             point.p95_ms,
-            point.p99_ms,
+            "–" if point.p99_ms is None else point.p99_ms,
             point.images_per_second,
             _percent(point.compute_share),
             _percent(point.memory_share),
