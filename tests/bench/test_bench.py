@@ -27,8 +27,6 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.runtimes import Session, load_session
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.serve.models.loading import Loader
-from vitx.serve.options import ServeOptions
 
 SHAPE = (IMAGE_SIZE, IMAGE_SIZE, 3)
 LaneOf = tuple[str, int]
@@ -389,19 +387,3 @@ def test_instances_share_the_cores_as_they_do_in_the_server(
         rates=(), scenarios=(), max_batch=2, instances=instances, seconds=1, p99=1
     )
     assert asked == loaded
-
-
-def test_without_options_as_many_batches_are_measured_as_are_served(
-    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One instance was measured where the server takes one a core; the server took one beside a GPU it does not use."""
-    monkeypatch.setattr("vitx.runtimes.session.local_gpus", lambda: (Gpu("A", "sm89"),))
-    monkeypatch.setattr("vitx.runtimes.instances.usable_cores", lambda: 3)
-    report = request.BenchRequest(tiny_bundle, None, "onnxruntime-cpu", "auto", None).load_test(
-        rates=(200.0,), scenarios=(), max_batch=4, instances=None, seconds=0.1, p99=1
-    )
-    loader = Loader(ServeOptions(max_batch=4, runtime="onnxruntime-cpu"))
-    served = loader.warm(loader.verify(tiny_bundle.path))
-    with served.session as session:
-        assert (report.instances, report.runtime) == (served.batching.instances, session.describe())
-    assert report.runtime["side_by_side"] == {"batches": 3, "threads": 1}

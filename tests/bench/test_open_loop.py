@@ -229,7 +229,7 @@ def by_known_times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> list[int
     """Images that are queued together take `seconds`, one after the other; return how many they were."""
     counts, left = list[int](), [*seconds]
 
-    async def all_at_once(infer: object, images: UInt8Array, count: int, batching: object) -> float:
+    async def all_at_once(infer: object, images: UInt8Array, count: int, settings: object) -> float:
         counts.append(count)
         return left.pop(0)
 
@@ -329,7 +329,8 @@ def test_so_many_images_are_queued_and_the_threads_are_closed(monkeypatch: pytes
 
     monkeypatch.setattr(Batcher, "close", noted)
     images = IMAGES + np.arange(8, dtype=np.uint8)[:, None, None, None]
-    seconds = asyncio.run(scenarios._all_at_once(infer, images, count, ServeOptions(max_batch=4, queue=8).batching))
+    settings = ScenarioSettings(ServeOptions(max_batch=4, queue=8).batching, seconds=1, p99=1)
+    seconds = asyncio.run(scenarios._all_at_once(infer, images, count, settings))
     assert seconds > 0
     assert seen == [number % 8 for number in range(count)]
     assert len(closed) == 1

@@ -23,9 +23,11 @@ from vitx.core.latency import Setting
 from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
+from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
 
 Calls = list[tuple[Any, ...]]
+CURVE = LatencyCurve({1: 0.001})
 OFFLINE = ScenarioResult(scenario="offline", value=1, unit="images/s", images=1)
 RUN = OpenLoopRun(tuple(number / 1000 for number in range(1, 96)), 5, 0.002, 10)
 
@@ -70,8 +72,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         made.append(("scenario", scenario, images.shape, settings))
         return OFFLINE
 
+    def measure_curve(session: Counted, shape: tuple[int, ...], batching: Batching) -> LatencyCurve:
+        made.append(("curve", session.name, shape, batching.instances))
+        return CURVE
+
     for name, value in (
         ("load_session", load),
+        ("measure_curve", measure_curve),
         ("run_at_rate", run_at_rate),
         ("run_scenario", run_scenario),
     ):
@@ -186,18 +193,19 @@ LOAD: dict[str, Any] = {"rates": (), "scenarios": (), "max_batch": 4, "instances
 def test_rates_and_scenarios_go_through_the_servers_batcher(tiny_bundle: Bundle, calls: Calls) -> None:
     asked = LOAD | {"rates": (10.0, 20.0), "scenarios": ("offline", "server"), "max_batch": 100, "instances": 3}
     report = request_of(tiny_bundle, threads=2).load_test(**asked)
-    settings = ScenarioSettings(Batching(100, 0.002, 1024, 3, None), 2.0, 0.1)
-    images, uint8 = (100, IMAGE_SIZE, IMAGE_SIZE, 3), np.dtype(np.uint8)
+    images, settings = (100, IMAGE_SIZE, IMAGE_SIZE, 3), calls[3][-1]
     assert calls == [
         ("instances", 3, 2),
         ("load", tiny_bundle.path, "onnxruntime", "cpu", 2),
-        *[("infer", (1, *images[1:]), uint8), ("infer", images, uint8)] * 4,  # each of three, and a batch alone
+        ("curve", "onnxruntime", images[1:], 3),
         ("rate", images, 10.0, settings),
         ("rate", images, 20.0, settings),
         ("scenario", "offline", images, settings),
         ("scenario", "server", images, settings),
         ("closed", "onnxruntime"),
     ]
+    assert (settings.batching, settings.seconds, settings.p99) == (Batching(100, 0.002, 1024, 3, None), 2.0, 0.1)
+    assert settings.curve is CURVE
     assert (report.runtime["runtime"], report.machine) == ("onnxruntime", describe_machine())
     assert (report.instances, report.max_batch, report.max_delay_ms) == (3, 100, 2)
     assert report.open_loop == (OpenLoopResult.of(10, RUN), OpenLoopResult.of(20, RUN))
@@ -222,12 +230,11 @@ def test_what_was_tuned_is_taken_where_nothing_is_asked_for(
     monkeypatch.setattr("vitx.runtimes.instances.usable_cores", lambda: 1)
     request_of(tiny_bundle, threads=threads).load_test(**LOAD | {"instances": instances})
     assert calls[:2] == [("instances", *found), ("load", tiny_bundle.path, "onnxruntime", "cpu", found[1])]
-    assert calls[3][1][0] == 4  # of 64 images, so that not every query is of the same ones
     known.clear()
     calls.clear()
     request_of(tiny_bundle).load_test(**LOAD | {"scenarios": ("offline",)})
     assert calls[0] == ("instances", 1, None)
-    assert calls[4][2] == (64, IMAGE_SIZE, IMAGE_SIZE, 3)
+    assert calls[3][2] == (64, IMAGE_SIZE, IMAGE_SIZE, 3)  # so that not every query is of the same ones
 
 
 @pytest.mark.parametrize(

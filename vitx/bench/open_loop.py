@@ -8,8 +8,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from vitx.bench.timing import fewest_times, percentiles_ms
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batching.batcher import Batcher
+from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Infer
 from vitx.serve.errors import QueueFull, RequestError
 from vitx.serve.limits import Batching
@@ -79,12 +81,22 @@ def poisson_arrivals(rate: float, seconds: float) -> npt.NDArray[np.float64]:
     return arrivals[arrivals < seconds]
 
 
-def run_open_loop(infer: Infer, images: UInt8Array, arrivals: Sequence[float], batching: Batching) -> OpenLoopRun:
+def run_open_loop(
+    infer: Infer,
+    images: UInt8Array,
+    arrivals: Sequence[float],
+    batching: Batching,
+    *,
+    curve: LatencyCurve | None = None,
+    under_load: Infer | None = None,
+) -> OpenLoopRun:
     """Send one image at each of `arrivals` (seconds from the start) through a batcher; wait for all answers.
 
-    images: uint8 (M, S, S, 3), taken in turn. Raises CheckFailed when the model fails on one.
+    images: uint8 (M, S, S, 3), taken in turn. curve, under_load: see `Batcher`. Raises CheckFailed when the model fails
+    on one.
     """
-    return asyncio.run(_OpenLoop(images, arrivals).run(infer, batching))
+    make = partial(Batcher, infer, batching, curve=curve, under_load=under_load)
+    return asyncio.run(_OpenLoop(images, arrivals).run(make))
 
 
 async def ask(batcher: Batcher, images: UInt8Array) -> None:
@@ -108,8 +120,8 @@ class _OpenLoop:
         self._requests: set[asyncio.Task[None]] = set()
         self._sent = asyncio.Event()  # all of them, or one has failed
 
-    async def run(self, infer: Infer, batching: Batching) -> OpenLoopRun:
-        batcher = Batcher(infer, batching)
+    async def run(self, make_batcher: Callable[[], Batcher]) -> OpenLoopRun:
+        batcher = make_batcher()
         loop, stopped = asyncio.get_running_loop(), threading.Event()
         start = time.monotonic() + _LEAD_SECONDS
 

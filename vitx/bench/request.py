@@ -24,6 +24,7 @@ from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_for_callers, runs_on_cpu, serving_setting
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Session, device_name, image_shape
+from vitx.serve.models.loading import measure_curve
 from vitx.serve.options import ServeOptions
 
 
@@ -140,13 +141,11 @@ class BenchRequest:
             return load_session(self.bundle, name, device=self.device, threads=threads)
 
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
-        settings = ScenarioSettings(batching, seconds, p99)
-        images = random_images(max(max_batch, 64), image_shape(self.bundle))
+        shape = image_shape(self.bundle)
+        images = random_images(max(max_batch, 64), shape)
         with load_for_callers(load, count, threads, on_cpu=runs_on_cpu(name, device)) as session:
-            # All that load, and run when several batches do: the first call of a session allocates.
-            for one in [session] if count == 1 else [session, *[session.under_load] * count]:
-                for rows in (1, max_batch):
-                    one.infer(images[:rows])
+            curve = measure_curve(session, shape, batching)
+            settings = ScenarioSettings(batching, seconds, p99, curve, session.under_load.infer)
             open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]
             answers = [run_scenario(scenario, session.infer, images, settings) for scenario in scenarios]
             return LoadTestReport(

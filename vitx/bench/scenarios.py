@@ -15,6 +15,7 @@ from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.files import Record
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batching.batcher import Batcher
+from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Infer
 from vitx.serve.limits import Batching
 
@@ -42,11 +43,16 @@ class ScenarioResult(Record):
 
 @dataclass(frozen=True)
 class ScenarioSettings:
-    """p99: the bound of the server scenario, in seconds. seconds: how long each measurement takes."""
+    """p99: the bound of the server scenario, in seconds. seconds: how long each measurement takes.
+
+    curve, under_load: see `Batcher`.
+    """
 
     batching: Batching
     seconds: float
     p99: float
+    curve: LatencyCurve | None = None
+    under_load: Infer | None = None
 
 
 def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
@@ -73,8 +79,8 @@ def offline(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Sce
 
     Raises InputError for a time in which more than `MOST_ARRIVALS` queries would be made, before they are.
     """
-    batching, size = settings.batching, len(images)
-    pilot = asyncio.run(_all_at_once(infer, images, size, batching))
+    size = len(images)
+    pilot = asyncio.run(_all_at_once(infer, images, size, settings))
     queries = settings.seconds / pilot
     if queries > MOST_ARRIVALS:
         raise InputError(
@@ -82,13 +88,14 @@ def offline(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Sce
             "shorter time"
         )
     count = max(size, round(size * queries))
-    elapsed = asyncio.run(_all_at_once(infer, images, count, batching))
+    elapsed = asyncio.run(_all_at_once(infer, images, count, settings))
     return ScenarioResult(scenario="offline", value=count / elapsed, unit="images/s", images=count)
 
 
-async def _all_at_once(infer: Infer, images: UInt8Array, count: int, batching: Batching) -> float:
+async def _all_at_once(infer: Infer, images: UInt8Array, count: int, settings: ScenarioSettings) -> float:
     """Seconds until `count` images, queued together, are answered."""
-    batcher = Batcher(infer, replace(batching, queue=count))
+    batching = replace(settings.batching, queue=count)
+    batcher = Batcher(infer, batching, curve=settings.curve, under_load=settings.under_load)
     start = time.monotonic()
     whole, rest = divmod(count, len(images))
     queries = [images] * whole + ([images[:rest]] if rest else [])
@@ -154,7 +161,10 @@ def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Scen
 
 def run_at_rate(infer: Infer, images: UInt8Array, rate: float, settings: ScenarioSettings) -> OpenLoopRun:
     """One open-loop run at `rate` images a second."""
-    return run_open_loop(infer, images, poisson_arrivals(rate, settings.seconds).tolist(), settings.batching)
+    arrivals = poisson_arrivals(rate, settings.seconds).tolist()
+    return run_open_loop(
+        infer, images, arrivals, settings.batching, curve=settings.curve, under_load=settings.under_load
+    )
 
 
 def largest_passing(passes: Callable[[float], bool], low: float, high: float) -> float | None:
