@@ -91,7 +91,9 @@ class BenchRequest:
         """Load every runtime. Raises InputError for an unknown one, EnvironmentMissing for one that cannot run here."""
         with ExitStack() as opened:
             yield {
-                name: opened.enter_context(self._load_run(name) if _runs_a_run(name) else self._load(name))
+                name: opened.enter_context(
+                    self._load_run(name) if _runs_a_run(name) else self._load(name, self.threads)
+                )
                 for name in self.names
             }
 
@@ -106,14 +108,10 @@ class BenchRequest:
     def tune(self, *, quiet: bool) -> Tuning:
         """Tune for this machine's processor. Raises InputError for several runtimes, a GPU, or a run in torch."""
         name = self._only("--tune")
-        with self._load(name) as session:
+        with self._load(name, self.threads) as session:
             if device_of(session.describe()) != "cpu":
                 raise InputError(f"--tune is for a processor, and {name} would use a GPU: give --device cpu")
-
-        def load(threads: int) -> Session:
-            return load_session(self.bundle, name, device=self.device, threads=threads)
-
-        return tune(self.bundle, load, cores=usable_cores(), quiet=quiet)
+        return tune(self.bundle, partial(self._load, name), cores=usable_cores(), quiet=quiet)
 
     def load_test(
         self,
@@ -136,14 +134,10 @@ class BenchRequest:
         name = self._only("--rate and --scenario")
         device = device_name(self.device)
         count, threads = serving_setting(self.bundle, name, device, instances, self.threads)
-
-        def load(threads: int | None) -> Session:
-            return load_session(self.bundle, name, device=self.device, threads=threads)
-
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
         shape = image_shape(self.bundle)
         images = random_images(max(max_batch, 64), shape)
-        with load_for_callers(load, count, threads, on_cpu=runs_on_cpu(name, device)) as session:
+        with load_for_callers(partial(self._load, name), count, threads, on_cpu=runs_on_cpu(name, device)) as session:
             curve = measure_curve(session, shape, batching)
             settings = ScenarioSettings(batching, seconds, p99, curve, session.under_load.infer)
             open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]
@@ -175,8 +169,8 @@ class BenchRequest:
             raise InputError(f"{option}: expected one runtime that runs bundles, not {', '.join(self.names)}")
         return self.names[0]
 
-    def _load(self, name: str) -> Session:
-        return load_session(self.bundle, name, device=self.device, threads=self.threads)
+    def _load(self, name: str, threads: int | None) -> Session:
+        return load_session(self.bundle, name, device=self.device, threads=threads)
 
     def _load_run(self, name: str) -> Session:
         if self.run is None:
