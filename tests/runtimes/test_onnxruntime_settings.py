@@ -108,7 +108,7 @@ def of_precision(bundle: Bundle, precision: str) -> Bundle:
 def test_on_a_cpu(
     loaded: type[Loaded], preloaded: list[str], bundle: Bundle, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
-    monkeypatch.setattr(module, "sums_int8_exactly", lambda: exact)
+    monkeypatch.setattr("vitx.core.machine.sums_int8_exactly", lambda: exact)
     monkeypatch.setattr("vitx.core.machine.usable_cores", lambda: os.cpu_count())
     session = OnnxRuntimeSession(bundle, device="cpu", threads=3)
     other = OnnxRuntimeSession(of_precision(bundle, "fp8"), device="cpu", graph=bundle.path / "other.onnx")
@@ -146,7 +146,7 @@ def test_8_bits_beside_a_half_type_run_as_they_stand(loaded: type[Loaded], bundl
 def test_on_a_gpu_float32_is_no_tf32(
     loaded: type[Loaded], preloaded: list[str], bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "sums_int8_exactly", lambda: False)
+    monkeypatch.setattr("vitx.core.machine.sums_int8_exactly", lambda: False)
     session = OnnxRuntimeSession(bundle, device="cuda")
     (found,) = loaded.made
     assert (found.providers, found.fallback) == ([CUDA, CPU], 0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from vitx.core.bundle import Bundle
 from vitx.core.latency import GraphCost
-from vitx.core.machine import UNSIGNED_REWRITES, sums_int8_exactly
+from vitx.core.machine import set_quantization
 from vitx.runtimes.session import image_shape
 
 # Operators whose output is their input's memory under another shape: they move no bytes.
@@ -78,11 +78,7 @@ def _profile(bundle: Bundle, *, optimized: bool) -> list[dict[str, Any]]:
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     # The profile leaves out the shapes and sizes of prepacked weights.
     options.add_session_config_entry("session.disable_prepacking", "1")
-    disabled = UNSIGNED_REWRITES if rewrites_break(bundle.manifest) else None
-    if disabled:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    if not sums_int8_exactly():  # see OnnxRuntimeSession
-        options.add_session_config_entry("session.x64quantprecision", "1")
+    disabled = set_quantization(options, fused=not rewrites_break(bundle.manifest))
     with tempfile.TemporaryDirectory() as folder:
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "profile")

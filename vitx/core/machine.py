@@ -110,8 +110,22 @@ def sums_int8_exactly(description: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 # Rewrites of ONNX Runtime that take zero point 0 for the least code, as it is of uint8: before E4M3 one drops a Relu,
-# the other refuses a Clip, and no session option turns them off. For `disabled_optimizers`.
-UNSIGNED_REWRITES = ["ReluQuantRewrite", "ClipQuantRewrite"]
+# the other refuses a Clip, and no session option turns them off.
+_UNSIGNED_REWRITES = ["ReluQuantRewrite", "ClipQuantRewrite"]
+
+
+def set_quantization(options: Any, *, fused: bool, on_cpu: bool = True) -> list[str] | None:
+    """Set in ONNX Runtime's session `options` how Q and DQ run; return the session's `disabled_optimizers`.
+
+    Without `fused` they run as they stand.
+    """
+    if on_cpu and not sums_int8_exactly():
+        # uint8 by uint8 does not saturate: ranges and certificates must hold on every processor (docs/precision.md).
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    if fused:
+        return None
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return _UNSIGNED_REWRITES
 
 
 @cache

@@ -13,7 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, Manifest, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line
-from vitx.core.machine import UNSIGNED_REWRITES, local_gpus, sums_int8_exactly, threads_here
+from vitx.core.machine import local_gpus, set_quantization, threads_here
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 from vitx.runtimes.plan_choice import split_batch
@@ -42,7 +42,7 @@ _RUN_ERRORS = (native.Fail, native.InvalidArgument, native.NotImplemented, nativ
 
 
 def rewrites_break(manifest: Manifest) -> bool:
-    """Whether ONNX Runtime's rewrites of Q/DQ pairs do not fit this graph, and `session.disable_quant_qdq` is needed.
+    """Whether ONNX Runtime's rewrites of Q/DQ pairs do not fit this graph.
 
     They do not know 8-bit floats and reject the graph (microsoft/onnxruntime#22269), and with float16 scales of uint8
     they compute something else (docs/precision.md).
@@ -115,12 +115,7 @@ class OnnxRuntimeSession(Session):
         options.log_severity_level = 3
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
-        disabled = UNSIGNED_REWRITES if rewrites_break(self._manifest) else None
-        if disabled:
-            options.add_session_config_entry("session.disable_quant_qdq", "1")
-        if providers[0] == _CPU and not sums_int8_exactly():
-            # uint8 by uint8 does not saturate: a certificate must hold on every processor (docs/precision.md).
-            options.add_session_config_entry("session.x64quantprecision", "1")
+        disabled = set_quantization(options, fused=not rewrites_break(self._manifest), on_cpu=providers[0] == _CPU)
         if providers[0] != _CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
             _preload_libraries(tensorrt=self.profiles != ())

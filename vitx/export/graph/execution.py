@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 
 from vitx.core.errors import CheckFailed
-from vitx.core.machine import UNSIGNED_REWRITES, require_onnxruntime, sums_int8_exactly, threads_here
+from vitx.core.machine import require_onnxruntime, set_quantization, threads_here
 from vitx.core.preprocess import UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
@@ -58,19 +58,14 @@ def open_session(graph: onnx.ModelProto | str | bytes, *, fused: bool = True) ->
 
     graph: the message, the path of its file, or the file's bytes.
 
-    Without `fused` Q and DQ run as they stand: see `UNSIGNED_REWRITES`. ONNX Runtime fuses E4M3 into a kernel that then
-    refuses the type.
+    Without `fused` Q and DQ run as they stand: ONNX Runtime fuses E4M3 into a kernel that then refuses the type.
     """
     require_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if (threads := threads_here(None)) is not None:
         options.intra_op_num_threads = threads
-    if not sums_int8_exactly():  # or the ranges would be chosen for sums that saturate (docs/precision.md)
-        options.add_session_config_entry("session.x64quantprecision", "1")
-    if not fused:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    disabled = None if fused else UNSIGNED_REWRITES
+    disabled = set_quantization(options, fused=fused)
     content = graph.SerializeToString() if isinstance(graph, onnx.ModelProto) else graph
     try:
         return onnxruntime.InferenceSession(
