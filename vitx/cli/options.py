@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only th
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out, and count them.")]
 Data = Annotated[str | None, typer.Option("--data", help=shared.DATA_HELP, callback=not_empty)]
 Which = Annotated[shared.Checkpoint, typer.Option("--checkpoint", help=shared.CHECKPOINT_HELP)]
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help=shared.DEVICE_HELP)]
+DeviceOption = Annotated[shared.Device, typer.Option("--device", help=shared.DEVICE_HELP)]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=shared.MAX_THREADS, help=shared.THREADS_HELP)]
 LOCAL_RAY = "local"
 _RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")

@@ -67,7 +67,8 @@ DATA_HELP = "'digits', a folder with a folder a class, or with train/ and val/ o
 Checkpoint = Literal["best", "last", "best-raw", "last-raw"]
 CHECKPOINT_HELP = "Which checkpoint of the run; raw: the weights as trained, not their average."
 THREADS_HELP = "Threads of one session. Default: all cores."
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Field(description=DEVICE_HELP)]
+Device = Literal["auto", "cpu", "cuda"]
+DeviceOption = Annotated[Device, Field(description=DEVICE_HELP)]
 DataOption = Annotated[str | None, Field(description=DATA_HELP, min_length=1)]
 CheckpointOption = Annotated[Checkpoint, Field(description=CHECKPOINT_HELP)]
 MAX_THREADS = 1024

@@ -10,6 +10,7 @@ from typing import Literal
 
 from vitx.core.errors import EnvironmentMissing, VitxError, unknown_name
 from vitx.core.machine import AGAIN, cpu_architecture, local_gpus, require_onnxruntime
+from vitx.core.options import Device
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Runtime:
     """
 
     source: Literal["bundle", "run"]
-    device: Literal["auto", "cpu", "cuda"]
+    device: Device
     runs: str
     outputs: bool = True
     packages: tuple[str, ...] = ()

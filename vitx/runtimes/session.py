@@ -3,11 +3,12 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, cast, final
+from typing import Any, Self, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from vitx.core import options
 from vitx.core.bundle import MODEL, OUTPUTS, Bundle, output_file
 from vitx.core.certificate import Executable
 from vitx.core.errors import InputError, unknown_name
@@ -16,8 +17,8 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 
 Float32Array = npt.NDArray[np.float32]
-Device = Literal["auto", "cpu", "cuda"]
-DEVICES = ("auto", "cpu", "cuda")
+Device = options.Device
+DEVICES: tuple[Device, ...] = get_args(Device)
 LOGITS = "logits"
 
 
@@ -171,4 +172,4 @@ def device_name(name: str) -> Device:
     """Return `name` as a device; raise InputError for another name."""
     if name not in DEVICES:
         raise unknown_name("device", name, DEVICES)
-    return cast(Device, name)
+    return name
