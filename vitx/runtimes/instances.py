@@ -9,7 +9,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.latency import Setting
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import UInt8Array
-from vitx.runtimes.requirements import RUNTIMES, reported_name
+from vitx.runtimes.requirements import find, reported_name
 from vitx.runtimes.session import Device, Float32Array, Session, is_cpu
 
 MAX_SESSIONS = 8  # each may have a copy of the weights
@@ -96,8 +96,11 @@ def load_elastic(load: Callable[[int | None], Session], instances: int, cores: i
 
 
 def runs_on_cpu(runtime: str, device: Device) -> bool:
-    """Whether a runtime computes on the CPU here: by its own device if it has one, else by `device`."""
-    own = RUNTIMES[runtime].device
+    """Whether a runtime computes on the CPU here: by its own device if it has one, else by `device`.
+
+    Raises InputError for an unknown one.
+    """
+    own = find(runtime).device
     return is_cpu(device if own == "auto" else own)
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import cast
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.core.files import is_utf8
 from vitx.core.options import MAX_THREADS
-from vitx.runtimes.requirements import RUNTIMES, require
-from vitx.runtimes.session import Device, Session, device_name
+from vitx.runtimes.requirements import RUNTIMES, find, require
+from vitx.runtimes.session import Session, device_name
 
 
 def load_session(
@@ -41,16 +40,16 @@ def load_session(
         if isinstance(threads, bool) or not isinstance(threads, Integral) or not 1 <= threads <= MAX_THREADS:
             raise InputError(f"threads={threads}: expected a whole number from 1 to {MAX_THREADS}, or None")
         threads = int(threads)
-    known = RUNTIMES.get(runtime)
-    if known is not None and known.source == "run":
+    known = find(runtime)
+    if known.source == "run":
         raise InputError(
             f"the runtime {runtime} runs a run's checkpoint and not a bundle: load the run, or choose "
             f"{', '.join(name for name, other in RUNTIMES.items() if other.source == 'bundle')}"
         )
-    if known is not None and known.device != "auto" and chosen not in ("auto", known.device):
+    if known.device != "auto" and chosen not in ("auto", known.device):
         raise InputError(f"the runtime {runtime} runs on {known.device}, and device {chosen} was asked for: drop one")
     bundle.require_outputs(outputs)
-    if outputs and known is not None and not known.outputs:
+    if outputs and not known.outputs:
         raise InputError(
             f"the runtime {runtime} gives logits alone, what it runs is built for them: {', '.join(outputs)} "
             f"{'needs' if len(outputs) == 1 else 'need'} onnxruntime or openvino"
@@ -71,5 +70,5 @@ def load_session(
         return OnnxRuntimeSession(bundle, device="cpu", threads=threads, int8=True)
     if runtime == "onnxruntime-tensorrt":
         return OnnxRuntimeSession(bundle, device="cuda", threads=threads, tensorrt=True, engine_cache=engine_cache)
-    where = chosen if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
+    where = chosen if known.device == "auto" else known.device
     return OnnxRuntimeSession(bundle, device=where, threads=threads, outputs=outputs)

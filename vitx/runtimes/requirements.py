@@ -31,14 +31,19 @@ class Runtime:
     check: Callable[[], None] = lambda: None
 
 
+def find(name: str) -> Runtime:
+    """Return a runtime; raise InputError for an unknown name."""
+    if (runtime := RUNTIMES.get(name)) is None:
+        raise unknown_name("runtime", name, RUNTIMES)
+    return runtime
+
+
 def require(name: str) -> Runtime:
     """Return a runtime if it can be used here.
 
     Raises InputError for an unknown name, EnvironmentMissing with the reason and the remedy otherwise.
     """
-    runtime = RUNTIMES.get(name)
-    if runtime is None:
-        raise unknown_name("runtime", name, RUNTIMES)
+    runtime = find(name)
     if runtime.device == "cuda" and not local_gpus():
         raise EnvironmentMissing(
             f"the runtime {name} needs an NVIDIA GPU, and the driver offers none here: choose onnxruntime-cpu, or a "

@@ -16,7 +16,7 @@ from bundle_fixture import LABELS, NumpySession, write_bundle
 from server_process import HANG
 from virtual_time import run_virtually
 from vitx.core.bundle import Bundle, OutputSpec, timestamp
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
@@ -61,6 +61,12 @@ def test_given_options_override_the_tuned_ones(
 ) -> None:
     loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=instances, threads=threads))
     assert loader.warm(loader.verify(tuned_bundle.path)).batching.instances == expected
+
+
+def test_an_unknown_runtime_is_refused(tiny_bundle: Bundle) -> None:
+    loader = Loader(ServeOptions(runtime="onnxruntime-gpu"))
+    with pytest.raises(InputError, match=r"^unknown runtime 'onnxruntime-gpu'"):
+        loader.warm(loader.verify(tiny_bundle.path))
 
 
 def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
