@@ -23,6 +23,7 @@ from vitx.core.latency import Setting
 from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
+from vitx.core.tensorrt_plan import Profile
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
 
@@ -188,6 +189,15 @@ def test_tuning_is_for_one_runtime_on_the_processor(
 
 
 LOAD: dict[str, Any] = {"rates": (), "scenarios": (), "max_batch": 4, "instances": None, "seconds": 2.0, "p99": 0.1}
+
+
+def test_batches_are_of_the_best_sizes_of_a_plan(
+    tiny_bundle: Bundle, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles = (Profile(minimum=1, optimum=6, maximum=8), Profile(minimum=1, optimum=3, maximum=4))
+    monkeypatch.setattr(Counted, "profiles", profiles)
+    request_of(tiny_bundle, threads=1).load_test(**LOAD | {"rates": (10.0,)})
+    assert calls[3][-1].batching.preferred == (3, 6)  # as in the server
 
 
 def test_rates_and_scenarios_go_through_the_servers_batcher(tiny_bundle: Bundle, calls: Calls) -> None:

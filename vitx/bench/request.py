@@ -24,7 +24,7 @@ from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_for_callers, runs_on_cpu, serving_setting
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Session, device_name, image_shape
-from vitx.serve.models.loading import measure_curve
+from vitx.serve.models.loading import fitted, measure_curve
 from vitx.serve.options import ServeOptions
 
 
@@ -138,6 +138,7 @@ class BenchRequest:
         shape = image_shape(self.bundle)
         images = random_images(max(max_batch, 64), shape)
         with load_for_callers(partial(self._load, name), count, threads, on_cpu=runs_on_cpu(name, device)) as session:
+            batching = fitted(batching, session)
             curve = measure_curve(session, shape, batching)
             settings = ScenarioSettings(batching, seconds, p99, curve, session.under_load.infer)
             open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]

@@ -224,7 +224,7 @@ def _opened(location: str) -> tuple[Any, str]:
 def canonical(location: str) -> str:
     """A folder or its URL, as the names that `expand` yields begin below it."""
     system, path = _opened(location)
-    return _location(system, path.rstrip("/"), _lost_host(system, path, location))
+    return _location(system, path, _lost_host(system, path, location))
 
 
 def _lost_host(system: Any, path: str, url: str) -> str:

@@ -142,7 +142,7 @@ class Loader:
         with ExitStack() as opened:  # closes the sessions of a model that is refused
             session = load_warm(offer.bundle, batching, opened, device=device, threads=threads, runtime=runtimes[0])
             offer, verdict = self._judged(offer, session)
-            batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
+            batching = fitted(batching, session)
             canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch, known)
             curve = measure_curve(session, image_shape(offer.bundle), batching)
             offer, outputs = self._with_outputs(offer, batching, threads, opened)
@@ -222,6 +222,11 @@ def load_warm(
                 text = f"{bundle.path} returns {values.shape}{what} for {rows} images"
                 raise InputError(f"{text}: its manifest says ({rows}, {width})")
     return session
+
+
+def fitted(batching: Batching, session: Session) -> Batching:
+    """Of a session with profiles the batches are of their best sizes."""
+    return replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
 
 
 def measure_curve(session: Session, shape: Sequence[int], batching: Batching) -> LatencyCurve:
