@@ -73,9 +73,7 @@ def mcnemar_exact(b: int, c: int) -> float:
 
 def _log_lower_tail(k: int, n: int, p: float) -> float:
     """log P(X ≤ k) of a binomial with k ≤ np: log P(X = k), and the sum of the smaller terms relative to it."""
-    log_term = (
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
-    )
+    log_term = _log_choose(n, k) + k * math.log(p) + (n - k) * math.log1p(-p)
     # The term at k − m is at most exp(−m²/2np(1−p)) times that at k: past m = 10√n it no longer changes a float64 sum.
     below = np.arange(k, max(0, k - 10 * math.isqrt(n) - 100), -1, dtype=np.float64)
     ratios = below / (n - below + 1) * ((1 - p) / p)

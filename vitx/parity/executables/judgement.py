@@ -107,15 +107,14 @@ def judge_executable(
 
 def _run(witness: Witness, session: Session, *, quiet: bool) -> _Run:
     pixels, found, seconds = witness.pixels, list[dict[str, Float32Array]](), []
-    infer = session.infer_outputs if session.outputs else lambda block: {LOGITS: session.infer(block)}
     with progress("witness set", len(witness), quiet=quiet) as bar:
         for start in range(0, len(pixels), BATCH):
             block = pixels[start : start + BATCH]
             begun = time.perf_counter()
-            found.append(infer(block))
+            found.append(session.infer_outputs(block))
             seconds.append((time.perf_counter() - begun) / len(block))
             bar.update(start + len(block))
-    alone = [infer(pixels[row : row + 1]) for row in range(min(ALONE, len(pixels)))]
+    alone = [session.infer_outputs(pixels[row : row + 1]) for row in range(min(ALONE, len(pixels)))]
     outputs = {name: (_column(found, name), _column(alone, name)) for name in session.outputs}
     return _Run(_column(found, LOGITS), _column(alone, LOGITS), float(np.median(seconds)), outputs)
 
