@@ -28,7 +28,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD, SIMILARITY_ALLOWED, allowed_logit_error
 from vitx.export.graph.block_names import EMBEDDING, block_name
 from vitx.export.graph.dataflow import Dataflow
-from vitx.export.graph.execution import batches, logits_of, open_session, run_with_outputs
+from vitx.export.graph.execution import batches, logits_of, run_with_outputs
 from vitx.export.options import Target
 from vitx.export.precision.acceptance import Agreement, Bounds, agreement_of
 from vitx.export.precision.half import HALVES, LARGEST, cpu_twin
@@ -397,16 +397,11 @@ def _tensors_of_both(
 
     The graph's are in the shapes of the network's, where none of their values is left out.
     """
-    watched = onnx.ModelProto()
-    watched.CopyFrom(graph_on_cpu(graph, precision))
-    (output,) = (value.name for value in watched.graph.output)
-    inner = network.names[:-1]
-    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
-    session = open_session(watched, fused=precision != "fp8")
-    (source,) = session.get_inputs()
-    for chunk in batches(images, BATCH):
-        values = session.run([*inner, output], {source.name: chunk})
-        tensors = [torch.from_numpy(value.astype(np.float32)) for value in values]
+    (output,) = (value.name for value in graph.graph.output)
+    watched = [*network.names[:-1], output]
+    runs = run_with_outputs(graph_on_cpu(graph, precision), watched, images, BATCH, fused=precision != "fp8")
+    for chunk, values in zip(batches(images, BATCH), runs, strict=True):
+        tensors = [torch.from_numpy(value.astype(np.float32)) for value in values.values()]
         joined = [value.reshape(len(chunk), -1, value.shape[-1]) for value in tensors[:-1]]
         expected = network.tensors(chunk)
         found = {
