@@ -1,7 +1,6 @@
 """The page of an analysis: findings first, then what differs, then the evidence metric by metric."""
 
 import html
-import io
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ from vitx.core.files import Record
 from vitx.core.page import data_url, page, picture, section, table
 from vitx.core.panels import elided
 from vitx.core.preprocess import UInt8Array
+from vitx.data.image_set import encode_png
 
 Float32Array = npt.NDArray[np.float32]
 BETWEEN = "cka-between"  # named as a metric, but it is of two networks
@@ -186,6 +186,4 @@ def _under_shares(pixels: UInt8Array, shares: Float32Array) -> UInt8Array:
 
 
 def _thumbnail(pixels: UInt8Array) -> str:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).resize((THUMBNAIL, THUMBNAIL)).save(buffer, format="PNG")
-    return data_url(buffer.getvalue())
+    return data_url(encode_png(np.asarray(Image.fromarray(pixels).resize((THUMBNAIL, THUMBNAIL))), compression=6))

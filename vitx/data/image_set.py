@@ -113,9 +113,12 @@ def read_piece(path: Path, start: int = 0, size: int = -1) -> bytes:
         raise ImageError(str(error)) from None
 
 
-def encode_png(pixels: UInt8Array) -> bytes:
-    """The PNG file of an image uint8 (H, W) or (H, W, 3)."""
+def encode_png(pixels: UInt8Array, compression: int = 0) -> bytes:
+    """The PNG file of an image uint8 (H, W) or (H, W, 3), which keeps every byte.
+
+    compression: zlib's, 0 to 9. Stored, with 0, the bytes, and so ImageSet.digest, are the same whatever version zlib
+    has.
+    """
     buffer = io.BytesIO()
-    # Stored, not compressed: the bytes, and so ImageSet.digest, are the same whatever version zlib has.
-    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=0)
+    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=compression)
     return buffer.getvalue()

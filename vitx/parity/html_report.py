@@ -1,7 +1,6 @@
 """`vitx parity --report`: one HTML file that loads nothing else, with verdict, numbers, flips, and plots by layer."""
 
 import html
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from PIL import Image
 from vitx.core.certificate import Certificate, Flip
 from vitx.core.page import data_url, page, table
 from vitx.core.preprocess import Preprocessing
-from vitx.data.image_set import ImageSet
+from vitx.data.image_set import ImageSet, encode_png
 
 # Flips that are shown; the certificate has all of them.
 MAX_THUMBNAILS = 200
@@ -116,9 +115,7 @@ def _flips(flips: Sequence[Flip], images: ImageSet, preprocessing: Preprocessing
 def _thumbnail(images: ImageSet, row: int, preprocessing: Preprocessing) -> str:
     picture = Image.fromarray(preprocessing.from_bytes(images.read(row)))
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    return data_url(buffer.getvalue())
+    return data_url(encode_png(np.asarray(picture), compression=6))
 
 
 _COLOURS = ("#1f6feb", "#d1660a")  # of a plot's lines, which are two at most
