@@ -249,18 +249,10 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     assert export_certified(Path("runs/x"), quiet=True) is bundle
     request = SourceRequest("runs/x", which="best", weights="pretrained", data=None)
     options = ExportOptions()
-    limits = {
-        "witness": None,
-        "runtimes": RUNTIMES_BY_DEFAULT,
-        "max_flip_rate": options.max_flip_rate,
-        "device": options.device,
-        "skip_bad": False,
-        "quiet": True,
-    }
     assert exporting.calls == {
         "plan": (request, None, options.max_flip_rate, False),
         "export": ("runs/x", Path("runs/x.vitx"), options, "the plan", True),
-        "certify": ((bundle, request, None), limits),
+        "certify": ((bundle, request, options), {"quiet": True}),
     }
     assert capsys.readouterr().err == ""
     options = ExportOptions(
@@ -268,17 +260,7 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     )
     export_certified("model:deit_tiny", "o.vitx", options, weights="random")
     request = SourceRequest("model:deit_tiny", which="best", weights="random", data="d")
-    assert exporting.calls["certify"] == (
-        (bundle, request, "d"),
-        {
-            "witness": 7,
-            "runtimes": (*RUNTIMES_BY_DEFAULT, *CANDIDATES),
-            "max_flip_rate": 0.05,
-            "device": "cpu",
-            "skip_bad": True,
-            "quiet": False,
-        },
-    )
+    assert exporting.calls["certify"] == ((bundle, request, options), {"quiet": False})
     assert exporting.calls["plan"] == (request, "d", 0.05, True)
     of_graph: dict[str, Any] = {"plan": None, "allow_uncertified": False}
     assert exporting.calls["triton"] == ((Path("o.vitx"), Path("repository")), of_graph)
@@ -352,15 +334,14 @@ def test_the_certificate_of_an_export(
     monkeypatch.setattr(exported, "certify_models", certify_models)
     monkeypatch.setattr(exported, "measure_token_similarity", measured)
     monkeypatch.setattr(exported, "failure_notes", lambda *a, **o: (str(a[3].verdict), f"{a[4] is request} {o}"))
-    for data, opened in (("other", "other"), (None, "its data")):
+    for data, opened, for_ in (("other", "other", None), (None, "its data", "cpu")):
         asked.clear()
         for side in range(2):
             sides[side] = replace(sides[side], session=TableSession([[0.0]]))
 
-        def certified(data: str | None = data) -> None:
-            certify_export(
-                bundle, request, data, max_flip_rate=0.25, device="cpu", skip_bad=True, witness=0, quiet=True
-            )
+        def certified(data: str | None = data, for_: Any = for_) -> None:
+            options = ExportOptions(data=data, max_flip_rate=0.25, device="cpu", skip_bad=True, witness=0, for_=for_)
+            certify_export(bundle, request, options, quiet=True)
 
         if verdict == "pass":
             certified()
@@ -374,7 +355,7 @@ def test_the_certificate_of_an_export(
             "device": "cpu",
             "max_flip_rate": 0.25,
             "write": True,
-            "runtimes": RUNTIMES_BY_DEFAULT,
+            "runtimes": (*RUNTIMES_BY_DEFAULT, *CANDIDATES) if for_ else RUNTIMES_BY_DEFAULT,
             "add_evidence": None,
             "quiet": True,
         }

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from vitx.core.bundle import INT8_MODEL, MANIFEST, Bundle
 from vitx.core.certificate import Certificate
@@ -68,16 +67,10 @@ def export_certified(
     if options.engine.timing_cache is not None:
         written["--timing-cache"] = options.engine.timing_cache
     _require_apart(written)
-    limits: dict[str, Any] = {"device": options.device, "skip_bad": options.skip_bad, "quiet": quiet}
-
-    runtimes = (*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ()))
 
     def accept(bundle: Bundle) -> None:
         if not options.uncertified:
-            rate, witness = options.max_flip_rate, options.witness
-            certify_export(
-                bundle, request, options.data, max_flip_rate=rate, witness=witness, runtimes=runtimes, **limits
-            )
+            certify_export(bundle, request, options, quiet=quiet)
         if options.sign is not None:
             sign_bundle(Bundle.open(bundle.path), options.sign)
 
@@ -138,29 +131,19 @@ def sampling_plan(
     return SamplingPlan(count, flips_allowed(count, max_flip_rate))
 
 
-def certify_export(
-    bundle: Bundle,
-    request: SourceRequest,
-    data: str | None,
-    *,
-    max_flip_rate: float,
-    device: str,
-    skip_bad: bool = False,
-    witness: int | None = None,
-    runtimes: Sequence[str] = RUNTIMES_BY_DEFAULT,
-    quiet: bool,
-) -> None:
+def certify_export(bundle: Bundle, request: SourceRequest, options: ExportOptions, *, quiet: bool) -> None:
     """Compare the bundle with the network it was exported from, and write its witness set and its certificate.
 
-    witness: how many images; 0 for none, None for as many as add little to the bundle. Raises CheckFailed with the
-    reasons, the mistake and the layer when it fails, and when an executable that was asked for does.
+    Raises CheckFailed with the reasons, the mistake and the layer when it fails, and when an executable that was asked
+    for does.
     """
+    device, witness = options.device, options.witness
     log("export: certifying the graph against the checkpoint", quiet=quiet)
     with (
         model_from_source(request.load(), device) as reference,
         model_from_bundle(bundle, device=device, use_twin=True) as candidate,
     ):
-        images = open_images(data or reference.data, "val", skip_bad=skip_bad)
+        images = open_images(options.data or reference.data, "val", skip_bad=options.skip_bad)
         log_skipped(images)
         tokens = partial(measure_token_similarity, reference, candidate, images, quiet=quiet)
         certificate = certify_models(
@@ -168,11 +151,11 @@ def certify_export(
             candidate,
             images,
             device=device,
-            max_flip_rate=max_flip_rate,
+            max_flip_rate=options.max_flip_rate,
             # Float32 keeps tokens apart; coarser rounding may make them alike while the logits agree.
             token_similarity=tokens if bundle.manifest.precision != "fp32" else lambda: None,
             write=True,
-            runtimes=runtimes,
+            runtimes=(*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ())),
             add_evidence=None if witness == 0 else partial(_add_witness, reference, images, witness, quiet),
             quiet=quiet,
         )
