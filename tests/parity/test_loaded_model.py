@@ -188,13 +188,18 @@ def test_what_is_neither_run_nor_bundle_is_refused(run: RunFolder, tmp_path: Pat
 IMAGES = numbered_images([0, 1] * 200, ("a", "b"))
 
 
+def opening(asked: list[Any]) -> Any:
+    """Stands for `open_images`, and notes whose sizes the images must have."""
+    return lambda *a, skip_bad, check_size: note(asked, (*a, skip_bad, check_size.__self__), IMAGES)
+
+
 def test_the_images_of_an_export_are_counted_before_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(exported, "open_images", lambda *a, **o: note(asked, (*a, *o.items()), IMAGES))
+    monkeypatch.setattr(exported, "open_images", opening(asked))
     plan = sampling_plan(SourceRequest(str(run.path)), None, 0.02)
     assert (plan.images, plan.flips) == (400, 3)  # the bound on three of 400 is 0.019269
     assert sampling_plan(SourceRequest(str(run.path)), "other", 0.01, skip_bad=True).flips == 0
-    assert asked == [("numbers", "val", ("skip_bad", False)), ("other", "val", ("skip_bad", True))]
+    assert asked == [("numbers", "val", False, PIXEL), ("other", "val", True, PIXEL)]
     with pytest.raises(InputError, match=r"400 images cannot prove a flip rate of at most 0\.001"):
         sampling_plan(SourceRequest(str(run.path)), None, 0.001)
     with pytest.raises(InputError):
@@ -330,7 +335,7 @@ def test_the_certificate_of_an_export(
 
     monkeypatch.setattr(exported, "model_from_source", lambda *a: note(asked, a, sides[0]))
     monkeypatch.setattr(exported, "model_from_bundle", lambda *a, **o: note(asked, (a, o), sides[1]))
-    monkeypatch.setattr(exported, "open_images", lambda *a, **o: note(asked, (*a, *o.items()), IMAGES))
+    monkeypatch.setattr(exported, "open_images", opening(asked))
     monkeypatch.setattr(exported, "certify_models", certify_models)
     monkeypatch.setattr(exported, "measure_token_similarity", measured)
     monkeypatch.setattr(exported, "failure_notes", lambda *a, **o: (str(a[3].verdict), f"{a[4] is request} {o}"))
@@ -362,7 +367,7 @@ def test_the_certificate_of_an_export(
         assert asked == [
             ("the source", "cpu"),
             ((bundle,), {"device": "cpu", "use_twin": True}),
-            (opened, "val", ("skip_bad", True)),
+            (opened, "val", True, PIXEL),
             ((*sides, IMAGES), options),
         ]
         assert all(side.session.was_freed for side in sides)  # type: ignore[attr-defined]

@@ -144,7 +144,9 @@ def test_islands_are_searched_on_training_images(
     seen: list[Any] = []
     candidate = in_precision(bundle, precision, lowering=target).bundle
     assert candidate is not None
-    monkeypatch.setattr(trace, "open_images", lambda *a, skip_bad: note(seen, (*a, skip_bad), "training set"))
+    steps = candidate.manifest.preprocessing
+    opened = ("numbers", "train", True, steps.check_size)
+    monkeypatch.setattr(trace, "open_images", lambda *a, **o: note(seen, (*a, *o.values()), "training set"))
     sampled = "vitx.export.precision.calibration.sample_images"
     monkeypatch.setattr(sampled, lambda *a, least: note(seen, (*a, least), "training images"))
     found: Any = SimpleNamespace(islands=("a",), before="BEFORE", after="AFTER")
@@ -153,7 +155,7 @@ def test_islands_are_searched_on_training_images(
     graph: Any = "graph"
     text = trace._repair(exact, graph, candidate, PIXELS, IMAGES_70, quiet=True)
     assert text == f"{precision} passes with 1 float32 islands (a): AFTER; this bundle: BEFORE"
-    assert seen[:2] == [("numbers", "train", True), ("training set", candidate.manifest.preprocessing, least)]
+    assert seen[:2] == [opened, ("training set", steps, least)]
     arguments, options = seen[2]
     assert arguments[:4] == ("exact", "graph", precision, "training images")
     assert arguments[4] is PIXELS

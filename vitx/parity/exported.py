@@ -126,7 +126,12 @@ def sampling_plan(
     Known before the export, so that an image set too small for the flip rate is refused before hours are spent.
     """
     request.require_known()
-    count = len(open_images(data or RunFolder.open(request.target).info.data, "val", skip_bad=skip_bad))
+    check_size = None  # of a `model:`, which is not loaded yet, the certificate looks at the sizes
+    if not request.is_model:
+        info = RunFolder.open(request.target).info
+        data, check_size = data or info.data, info.preprocessing.check_size
+    assert data is not None
+    count = len(open_images(data, "val", skip_bad=skip_bad, check_size=check_size))
     check_image_count(count, max_flip_rate)
     return SamplingPlan(count, flips_allowed(count, max_flip_rate))
 
@@ -143,7 +148,9 @@ def certify_export(bundle: Bundle, request: SourceRequest, options: ExportOption
         model_from_source(request.load(), device) as reference,
         model_from_bundle(bundle, device=device, use_twin=True) as candidate,
     ):
-        images = open_images(options.data or reference.data, "val", skip_bad=options.skip_bad)
+        check_size = reference.preprocessing.check_size
+        data = options.data or reference.data
+        images = open_images(data, "val", skip_bad=options.skip_bad, check_size=check_size)
         log_skipped(images)
         tokens = partial(measure_token_similarity, reference, candidate, images, quiet=quiet)
         certificate = certify_models(

@@ -307,8 +307,9 @@ def _repair(
     assert manifest.precision != "fp32"
     target: Target = "tensorrt" if manifest.lowering.get("target") == "tensorrt" else "cpu"
     precision, base = manifest.precision, manifest.base
-    least = least_images(precision)
-    training = sample_images(open_images(images.name, "train", skip_bad=True), manifest.preprocessing, least=least)
+    preprocessing = manifest.preprocessing
+    known = open_images(images.name, "train", skip_bad=True, check_size=preprocessing.check_size)
+    training = sample_images(known, preprocessing, least=least_images(precision))
     found = repair(exact, graph, precision, training, pixels, target=target, base=base, quiet=quiet)
     return _repair_text(found, manifest.precision)
 

@@ -1,28 +1,34 @@
 """Precision, engines, OpenVINO and Triton through `vitx export`, and a compiler that crashes."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
 import vitx.export.engines.targets as targets
+from bundle_fixture import PREPROCESSING, colour_images, tiny_graph
 from cli_fixture import Vitx
 from sandbox_jobs import crash_on_gelu
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.sandbox import ConversionCrashed
+from vitx.data.image_set import encode_png
 from vitx.data.open import open_images
 from vitx.export import SourceRequest
-from vitx.export.engines.targets import EngineRequest
+from vitx.export.engines.targets import EngineRequest, PrecisionRequest
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HALVES, HalfGraph
+from vitx.export.precision.lower import MIN_HALF_IMAGES
 from vitx.parity import certify_models
 from vitx.parity.exported import model_from_source
 from vitx.parity.loaded_model import model_from_bundle
@@ -161,6 +167,22 @@ def test_a_lower_precision_needs_images(vitx: Vitx) -> None:
     )
     assert code == 2
     assert "int8 is judged on real images: give --data or --calibration-data" in errors
+
+
+def test_an_image_too_thin_for_the_network_ends_no_lowering(tmp_path: Path) -> None:
+    """It is found, and left out with --skip-bad, when the images are listed: not after the tracing."""
+    known, pictures = colour_images(MIN_HALF_IMAGES), tmp_path / "images" / "train" / "a"
+    pictures.mkdir(parents=True)
+    for index, key in enumerate(known.keys):
+        (pictures / key).write_bytes(known.read(index))
+    (pictures / "thin.png").write_bytes(encode_png(np.zeros((1, 60000, 3), np.uint8)))
+    shutil.copytree(tmp_path / "images" / "train", tmp_path / "images" / "val")
+    onnx.save(tiny_graph(), tmp_path / "model.onnx")
+    request = PrecisionRequest("fp16", str(tmp_path / "images"), quiet=True, skip_bad=True)
+    lowered = targets.lower_file(tmp_path / "model.onnx", request, PREPROCESSING)
+    assert lowered.details["held_out_images"] == MIN_HALF_IMAGES
+    with pytest.raises(InputError, match=r"thin\.png: image of 60000×1 pixels: too thin .* or pass --skip-bad"):
+        targets.lower_file(tmp_path / "model.onnx", replace(request, skip_bad=False), PREPROCESSING)
 
 
 def test_bfloat16_is_certified_by_its_twin_on_a_cpu(

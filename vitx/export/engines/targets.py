@@ -85,7 +85,8 @@ class LoweredFile:
 
 def lower_file(path: Path, request: PrecisionRequest, preprocessing: Preprocessing) -> LoweredFile:
     """Replace the float32 graph at `path` by one of lower precision."""
-    training = open_images(request.data, "train", skip_bad=request.skip_bad)
+    check_size = preprocessing.check_size
+    training = open_images(request.data, "train", skip_bad=request.skip_bad, check_size=check_size)
     images = sample_images(training, preprocessing, least=least_images(request.precision))
     lowered = lower_precision(
         onnx.load(str(path)),
