@@ -212,13 +212,9 @@ def _add_witness(
     outputs = tuple(spec.name for spec in bundle.manifest.outputs)
     exact = partial(reference.session.infer_float64, outputs=outputs)
     return add_witness(
-        *(bundle, images, comparison.margins, comparison.logit_std, exact),
+        *(bundle, images, comparison, certificate, exact),
         count=count,
         flops=reference.session.flops() if count is None else None,
-        flipped={flip.key for flip in comparison.flips},
-        reference_name=certificate.reference,
-        reference_sha256=certificate.reference_sha256,
-        split_sha256=certificate.data_sha256,
         quiet=quiet,
     )
 

@@ -43,6 +43,7 @@ from witnessed_bundle import (
     IMAGES,
     WITNESS_IMAGES,
     certify_bundle,
+    evidence,
     reference_float64,
     seal_certificate,
     seal_manifest,
@@ -393,16 +394,9 @@ def test_outputs_need_a_witness_set(bundle: Bundle) -> None:
         ExportOptions(outputs=("embeddings",))
     (bundle.path / WITNESS).unlink()
     small = seal_manifest(bundle.path)
-    margins = np.linspace(0, 1, 360)
+    measured = evidence(np.linspace(0, 1, 360))
     with pytest.raises(InputError, match=r"not one image fits into 0\.0 MB, .*embedding .*: give --witness N"):
-        add_witness(
-            *(small, IMAGES, margins, 1.0, reference_float64),
-            count=None,
-            reference_name="",
-            reference_sha256="",
-            split_sha256="7" * 64,
-            quiet=True,
-        )
+        add_witness(small, IMAGES, *measured, reference_float64, count=None, quiet=True)
     files = {**small.manifest.files, "model.onnx": FileEntry(sha256="0" * 64, size=200_000)}
     wide = small.manifest.outputs[0].model_copy(update={"shape": ("N", 3000)})
     big = Bundle(small.path, small.manifest.model_copy(update={"files": files, "outputs": (wide,)}))
@@ -410,14 +404,7 @@ def test_outputs_need_a_witness_set(bundle: Bundle) -> None:
     def reference(pixels: Any) -> Any:
         return {**reference_float64(pixels), "embedding": np.ones((len(pixels), 3000))}
 
-    added = add_witness(
-        *(big, IMAGES, margins, 1.0, reference),
-        count=None,
-        reference_name="",
-        reference_sha256="",
-        split_sha256="7" * 64,
-        quiet=True,
-    )
+    added = add_witness(big, IMAGES, *measured, reference, count=None, quiet=True)
     assert added.manifest.files[WITNESS].size < 24_000  # what a reference embedding takes is counted
     assert len(load_file(big.path / WITNESS)["embedding"]) == 1
 

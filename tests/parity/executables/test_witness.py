@@ -7,7 +7,6 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, enc
 from vitx.parity.executables.witness_set import add_witness, draw_images
 from vitx.parity.loaded_model import LoadedModel
 from vitx.runtimes.torch import TorchSession
-from witnessed_bundle import IMAGES, WITNESS_IMAGES, logits_float64, reference_float64, seal_manifest
+from witnessed_bundle import IMAGES, WITNESS_IMAGES, evidence, logits_float64, reference_float64, seal_manifest
 
 
 def rewritten(bundle: Bundle, *, info: dict[str, Any] | None = None, **tensors: Any) -> Bundle:
@@ -85,15 +84,14 @@ def test_it_adds_a_tenth_at_most(tmp_path: Path, witnessed: Bundle) -> None:
     """Of model.onnx, whatever else is in the bundle; an image of the tests and its logits have 300 to 700 bytes."""
     (witnessed.path / WITNESS).unlink()
     bundle = seal_manifest(witnessed.path)
-    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
     margins = np.linspace(0, 1, 360)
-    added = add_witness(bundle, IMAGES, margins, 1.0, reference_float64, count=None, flops=1, **options)
+    added = add_witness(bundle, IMAGES, *evidence(margins), reference_float64, count=None, flops=1, quiet=True)
     witness = read_witness(added)
     assert witness is None  # not one fits into a tenth of a graph of some hundred bytes
     assert Bundle.open(bundle.path).manifest == added.manifest == bundle.manifest
     files = {**bundle.manifest.files, MODEL: FileEntry(sha256="0" * 64, size=200_000)}
     big = Bundle(bundle.path, bundle.manifest.model_copy(update={"files": files}))
-    larger = add_witness(big, IMAGES, margins, 1.0, reference_float64, count=None, flops=1, **options)
+    larger = add_witness(big, IMAGES, *evidence(margins), reference_float64, count=None, flops=1, quiet=True)
     witness = read_witness(larger)
     assert witness is not None
     assert 20 < len(witness) < 80
@@ -119,8 +117,7 @@ def test_a_first_guess_that_is_too_large_is_corrected(
         return (np.arange(count) + 1) % 160, count // 4
 
     monkeypatch.setattr(witness_set, "draw_images", draw)
-    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64}
-    add_witness(big, images, np.zeros(160), 1.0, reference_float64, count=None, flops=1, **options)
+    add_witness(big, images, *evidence(np.zeros(160)), reference_float64, count=None, flops=1)
     expected, limit = [], 20_000
     sizes = [len(image) + 8 * len(LABELS) for image in encode_images(images_as_they_enter(images))]
     count = min(160, int(limit / sizes[0]))
@@ -132,7 +129,7 @@ def test_a_first_guess_that_is_too_large_is_corrected(
         count = min(count - 1, int(count * limit / size))
     assert (len(tried) > 1, tried) == (True, expected)
     assert f"export: witness set of {tried[-1]} of 160 images, 0.02 MB" in capsys.readouterr().err
-    none = add_witness(bundle, images, np.zeros(160), 1.0, reference_float64, count=None, **options)
+    none = add_witness(bundle, images, *evidence(np.zeros(160)), reference_float64, count=None)
     assert WITNESS not in none.manifest.files
     assert capsys.readouterr().err == "export: not one image fits into 0.0 MB: no witness set (see --witness)\n"
 
@@ -145,11 +142,10 @@ def test_a_default_set_takes_a_first_load_no_longer_than_a_few_seconds(
     bundle = seal_manifest(witnessed.path)
     files = {**bundle.manifest.files, MODEL: FileEntry(sha256="0" * 64, size=5_000_000)}
     big = Bundle(bundle.path, bundle.manifest.model_copy(update={"files": files}))
-    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
 
     def drawn(flops: int | None, count: int | None = None) -> int:
         margins = np.linspace(0, 1, 360)
-        added = add_witness(big, IMAGES, margins, 1.0, reference_float64, count=count, flops=flops, **options)
+        added = add_witness(big, IMAGES, *evidence(margins), reference_float64, count=count, flops=flops, quiet=True)
         witness = read_witness(added)
         assert witness is not None
         return len(witness)
@@ -171,32 +167,30 @@ def test_the_cost_of_an_image_is_that_of_the_checkpoint() -> None:
     assert TorchSession(_Transformed(), PREPROCESSING, device="cpu").flops() is None
 
 
-def test_an_export_gives_the_cost_of_its_checkpoint_and_the_flips(
+def test_an_export_gives_the_cost_of_its_checkpoint_and_what_was_measured(
     witnessed: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
-        exported, "add_witness", lambda *args, count, flops, flipped, **rest: given.append((count, flops, flipped))
+        exported, "add_witness", lambda *args, count, flops, quiet: given.append((count, flops, args[:4], quiet))
     )
     session = TorchSession(nn.Conv2d(3, 5, 4), PREPROCESSING, device="cpu")
     reference = LoadedModel("a", session, PREPROCESSING, LABELS, "", "")
-    found: Any = SimpleNamespace(margins=None, logit_std=1.0, reference="", reference_sha256="", data_sha256="")
-    found.flips = [SimpleNamespace(key="7"), SimpleNamespace(key="9")]
+    found: Any = ("comparison", "certificate")
     for count in (None, 0, 5):
-        exported._add_witness(reference, IMAGES, count, True, witnessed, found, found)
-    flipped = {"7", "9"}
-    assert given == [(None, session.flops(), flipped), (0, None, flipped), (5, None, flipped)]
+        exported._add_witness(reference, IMAGES, count, True, witnessed, *found)
+    rest = ((witnessed, IMAGES, *found), True)
+    assert given == [(None, session.flops(), *rest), (0, None, *rest), (5, None, *rest)]
 
 
 def test_the_flips_of_the_split_are_in_it(witnessed: Bundle) -> None:
     """How many there are, and which of them are among its images."""
     (witnessed.path / WITNESS).unlink()
     bundle, margins = seal_manifest(witnessed.path), np.linspace(0, 1, 360)
-    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
     chosen, census = draw_images(margins, 40, int("7" * 8, 16))
     left_out = next(index for index in range(360) if index not in chosen)
     flipped = {IMAGES.keys[chosen[2]], IMAGES.keys[chosen[census + 5]], IMAGES.keys[left_out]}
-    added = add_witness(bundle, IMAGES, margins, 1.0, reference_float64, count=40, flipped=flipped, **options)
+    added = add_witness(bundle, IMAGES, *evidence(margins, flipped), reference_float64, count=40, quiet=True)
     witness = read_witness(added)
     assert witness is not None
     assert (witness.info.split_flips, witness.info.flipped) == (3, (2, census + 5))

@@ -1,6 +1,9 @@
 """A bundle with model.onnx, OpenVINO IR and a witness set, certified as `vitx export --openvino` does it."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import openvino
@@ -30,6 +33,12 @@ def reference_float64(images: UInt8Array) -> dict[str, Float64Array]:
     normal = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
     features = np.asarray(normal.mean(axis=(1, 2)))
     return {"logits": np.asarray(features @ WEIGHT.astype(np.float64) + BIAS), "embedding": features}
+
+
+def evidence(margins: Float64Array, flips: Iterable[str] = ()) -> tuple[Any, Any]:
+    """What `add_witness` reads of a comparison and of its certificate."""
+    found = SimpleNamespace(margins=margins, logit_std=1.0, flips=[SimpleNamespace(key=key) for key in flips])
+    return found, SimpleNamespace(reference="", reference_sha256="", data_sha256="7" * 64)
 
 
 def write_ir(folder: Path, fault: Fault | None = None) -> None:
@@ -66,13 +75,7 @@ def certify_bundle(bundle: Bundle, witness_images: int = WITNESS_IMAGES) -> Cert
 
     def add_evidence(bundle: Bundle, comparison: Comparison, certificate: Certificate) -> Bundle:
         return add_witness(
-            *(bundle, IMAGES, comparison.margins, comparison.logit_std, reference_float64),
-            count=witness_images,
-            flipped={flip.key for flip in comparison.flips},
-            reference_name=certificate.reference,
-            reference_sha256=certificate.reference_sha256,
-            split_sha256=certificate.data_sha256,
-            quiet=True,
+            *(bundle, IMAGES, comparison, certificate, reference_float64), count=witness_images, quiet=True
         )
 
     with model_from_bundle(bundle, device="cpu", threads=1) as candidate:

@@ -1,20 +1,21 @@
 """Draws the witness set of a bundle: which evaluation images, and the checkpoint's logits of them in float64."""
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from vitx.core.bundle import MANIFEST, MODEL, WITNESS, Bundle, FileEntry
+from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import Float64Array
 from vitx.data.image_set import ImageSet
-from vitx.parity.comparison import prepared
+from vitx.parity.comparison import Comparison, prepared
 from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, write_witness
 
 # By default a witness set adds at most this to a bundle: bytes, and share of model.onnx.
@@ -44,33 +45,28 @@ def draw_images(margins: Float64Array, count: int, seed: int) -> tuple[npt.NDArr
 def add_witness(
     bundle: Bundle,
     images: ImageSet,
-    margins: Float64Array,
-    logit_std: float,
+    comparison: Comparison,
+    certificate: Certificate,
     reference: Callable[[UInt8Array], Mapping[str, Float64Array]],
     *,
     count: int | None,
     flops: int | None = None,
-    flipped: Set[str] = frozenset(),
-    reference_name: str,
-    reference_sha256: str,
-    split_sha256: str,
     quiet: bool = False,
 ) -> Bundle:
     """Write a witness set into a bundle that is being made, list it in its manifest, and return the new bundle.
 
-    margins, logit_std: of the reference's logits of all `images`. flipped: those that the certified graph classifies
-    otherwise, by key, which its certificate has counted. reference: its `logits` in float64 (N, C), and each
-    output that the bundle has. count: how many images; None for as many as keep the bundle from growing by more than
-    20 MB or a tenth of its graph, and its first load from taking seconds more. flops: of one image; None where they are
-    not known. Without room for one image the bundle stays as it is, and the log says so; of a
-    bundle with further outputs InputError is raised, for nothing else certifies them.
+    comparison, certificate: of the bundle's graph on all `images`; their flips are those that were certified already.
+    reference: its `logits` in float64 (N, C), and each output that the bundle has. count: how many images; None for as
+    many as keep the bundle from growing by more than 20 MB or a tenth of its graph, and its first load from taking
+    seconds more. flops: of one image; None where they are not known. Without room for one image the bundle stays as it
+    is, and the log says so; of a bundle with further outputs InputError is raised, for nothing else certifies them.
     """
     limit = min(MOST_BYTES, int(MOST_SHARE * bundle.manifest.files[MODEL].size))
-    seed = int(split_sha256[:8], 16)  # of the images themselves: nobody chooses it
+    seed = int(certificate.data_sha256[:8], 16)  # of the images themselves: nobody chooses it
     in_time = FEWEST if flops is None else max(FEWEST, int(MOST_FLOPS / max(flops, 1)))
     wanted = min(_count_that_fits(bundle, images, limit), in_time) if count is None else count
     while wanted:
-        chosen, census = draw_images(margins, wanted, seed)
+        chosen, census = draw_images(comparison.margins, wanted, seed)
         pixels = prepared(images.subset(chosen), bundle.manifest.preprocessing)
         encoded = encode_images(pixels)
         size = sum(map(len, encoded)) + len(chosen) * _reference_bytes(bundle)
@@ -86,19 +82,19 @@ def add_witness(
         log(f"export: not one image fits into {limit / 1e6:.1f} MB: no witness set (see --witness)", quiet=quiet)
         return bundle
     found = reference(pixels)
-    logits = found["logits"]
+    logits, flipped = found["logits"], {flip.key for flip in comparison.flips}
     outputs = {str(spec.name): found[spec.name].astype(np.float32) for spec in bundle.manifest.outputs}
     info = WitnessInfo(
         split=images.name,
-        split_sha256=split_sha256,
+        split_sha256=certificate.data_sha256,
         population=len(images),
         census=census,
         seed=seed,
         labels=bundle.manifest.labels,
         preprocessing=bundle.manifest.preprocessing,
-        reference=reference_name,
-        reference_sha256=reference_sha256,
-        logit_std=logit_std,
+        reference=certificate.reference,
+        reference_sha256=certificate.reference_sha256,
+        logit_std=comparison.logit_std,
         split_flips=len(flipped),
         flipped=tuple(place for place, index in enumerate(chosen) if images.keys[index] in flipped),
         images_sha256=digest_of(pixels),
