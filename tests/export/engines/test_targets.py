@@ -1,6 +1,7 @@
 """Precision, engines, OpenVINO and Triton through `vitx export`, and a compiler that crashes."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -169,8 +170,8 @@ def test_a_lower_precision_needs_images(vitx: Vitx) -> None:
     assert "int8 is judged on real images: give --data or --calibration-data" in errors
 
 
-def test_an_image_too_thin_for_the_network_ends_no_lowering(tmp_path: Path) -> None:
-    """It is found, and left out with --skip-bad, when the images are listed: not after the tracing."""
+def test_an_image_too_thin_for_the_network_ends_no_lowering(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is found, and with --skip-bad left out and counted, when the images are listed."""
     known, pictures = colour_images(MIN_HALF_IMAGES), tmp_path / "images" / "train" / "a"
     pictures.mkdir(parents=True)
     for index, key in enumerate(known.keys):
@@ -181,6 +182,7 @@ def test_an_image_too_thin_for_the_network_ends_no_lowering(tmp_path: Path) -> N
     request = PrecisionRequest("fp16", str(tmp_path / "images"), quiet=True, skip_bad=True)
     lowered = targets.lower_file(tmp_path / "model.onnx", request, PREPROCESSING)
     assert lowered.details["held_out_images"] == MIN_HALF_IMAGES
+    assert re.search(r"^left out 1 image: .*thin\.png: image of 60000×1 pixels", capsys.readouterr().err)
     with pytest.raises(InputError, match=r"thin\.png: image of 60000×1 pixels: too thin .* or pass --skip-bad"):
         targets.lower_file(tmp_path / "model.onnx", replace(request, skip_bad=False), PREPROCESSING)
 

@@ -19,7 +19,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.sandbox import ConversionCrashed, LimitExceeded, run_limited
 from vitx.core.tensorrt_plan import Flavor, PlanOptions
 from vitx.core.tolerance import SHARE_OF_STD
-from vitx.data.open import open_images
+from vitx.data.open import log_skipped, open_images
 from vitx.export.engines.architectures import with_precision
 from vitx.export.engines.openvino_ir import openvino_from_onnx
 from vitx.export.engines.profiles import profiles_for
@@ -87,6 +87,7 @@ def lower_file(path: Path, request: PrecisionRequest, preprocessing: Preprocessi
     """Replace the float32 graph at `path` by one of lower precision."""
     check_size = preprocessing.check_size
     training = open_images(request.data, "train", skip_bad=request.skip_bad, check_size=check_size)
+    log_skipped(training)
     images = sample_images(training, preprocessing, least=least_images(request.precision))
     lowered = lower_precision(
         onnx.load(str(path)),
