@@ -206,8 +206,7 @@ class _Matcher:
         made = self.producer.get(name)
         if made is None or made.op_type != "Reshape":
             return name, None
-        rows = self._produced(name, "Reshape").input[0]
-        bias = None
+        rows, bias = made.input[0], None
         if (added := self.producer.get(rows)) is not None and added.op_type == "Add":
             rows, bias = self._constant_operand(added)
         product = self._produced(rows, "MatMul")

@@ -36,7 +36,6 @@ class Layer:
     """A node that can compute in 8 bits, and its tensors that are quantised. An attention product has no weight."""
 
     node: str
-    op_type: str
     activations: tuple[str, ...]
     weight: str | None = None
     channel_axis: int = 0  # the axis of `weight` that is the output channel
@@ -98,7 +97,7 @@ class _Finder:
         if weight in self.flow.constants and data in self.varying:
             return self._convolution(node) if node.op_type == "Conv" else self._product(node)
         if node.op_type == "MatMul" and {data, weight} <= self.varying and self._attention_gains(node):
-            return Layer(node.name, "MatMul", (data, weight))
+            return Layer(node.name, (data, weight))
         return None
 
     def reason(self) -> str:
@@ -113,7 +112,7 @@ class _Finder:
     def _convolution(self, node: onnx.NodeProto) -> Layer | None:
         """Weights are (out, in, h, w)."""
         result = _after_relu(node, self.readers) if self.target == "cpu" else None
-        layer = Layer(node.name, "Conv", (node.input[0],), node.input[1], 0, self._own_bias(node), result)
+        layer = Layer(node.name, (node.input[0],), node.input[1], 0, self._own_bias(node), result)
         return layer if self.convolutions else None
 
     def _product(self, node: onnx.NodeProto) -> Layer | None:
@@ -129,10 +128,10 @@ class _Finder:
         one_scale = node.name in self.operands
         if node.op_type == "MatMul":
             bias = _added_bias(self.flow, node, self.readers)
-            return Layer(node.name, "MatMul", (data,), weight, 1, bias, one_scale=one_scale)
+            return Layer(node.name, (data,), weight, 1, bias, one_scale=one_scale)
         plain = attribute(node, "alpha", 1.0) == attribute(node, "beta", 1.0) == 1.0
         axis = 0 if attribute(node, "transB", 0) else 1
-        layer = Layer(node.name, "Gemm", (data,), weight, axis, self._own_bias(node), one_scale=one_scale)
+        layer = Layer(node.name, (data,), weight, axis, self._own_bias(node), one_scale=one_scale)
         return layer if plain and attribute(node, "transA", 0) == 0 else None
 
     def _own_bias(self, node: onnx.NodeProto) -> tuple[str, str] | None:
