@@ -99,9 +99,8 @@ class NodeError:
 
 @dataclass(frozen=True)
 class Repair:
-    """The smallest set of float32 islands found with which a graph of lower precision passes on held-out images."""
+    """The smallest set of float32 islands found with which a lower precision passes, and the graph without and with."""
 
-    graph: onnx.ModelProto
     islands: tuple[str, ...]
     before: Agreement
     after: Agreement
@@ -270,7 +269,7 @@ def repair(
         accept=lambda graph: agreement(graph).within(bounds),
         quiet=quiet,
     )
-    return Repair(lowered.graph, lowered.islands, agreement(candidate), agreement(lowered.graph))
+    return Repair(lowered.islands, agreement(candidate), agreement(lowered.graph))
 
 
 @dataclass
