@@ -18,6 +18,7 @@ settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
 # A shell that runs the tests in the background has the interrupt ignored, and the processes they start inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.set_threshold(50_000, 20, 20)  # what is collected stays too: looking through it took a tenth of the time
 
 # Files of tests that take long or wait: begun first, so that no worker is left with one when the others are done.
 LONGEST = ("test_readme.py", "test_two_nodes.py", "test_ray.py", "test_study.py", "test_reattention.py")
@@ -64,6 +65,32 @@ def operators_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_found_once() -> Iterator[None]:
+    """Each export asks for PyTorch's 800 composite operators to be made, once for every namespace of operators.
+
+    It need not, as long as they are the same: a sixteenth of a small network's export.
+    """
+    if "onnxscript" not in sys.modules:
+        yield
+        return
+    import torch
+    from torch._export import utils
+
+    make = utils._materialize_cpp_cia_ops
+    made: list[str] = []
+
+    def make_new() -> None:
+        listed = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if listed != made:
+            make()
+            made[:] = listed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_materialize_cpp_cia_ops", make_new)
         yield
 
 
