@@ -290,7 +290,9 @@ def test_what_a_network_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize("output", ["attention", "rollout"])
-def test_attention_of_heads_beside_images_is_refused(vitx: Vitx, tmp_path: Path, output: str) -> None:
+def test_attention_of_heads_beside_images_is_refused(
+    vitx: Vitx, tmp_path: Path, in_this_process: None, output: str
+) -> None:
     """SAM's maps are (B·H, N, N): none of their axes is that of the heads."""
     sizes = [f"{name}={value}" for name, value in {**SIZE, "num_classes": 10, "window_size": 2}.items()]
     arguments = [part for each in sizes for part in ("--model-arg", each)]
