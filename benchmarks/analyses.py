@@ -24,7 +24,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitx.models
-from support.targets import all_hold, command_line, report_header, save_report, some_of, verdict
+from support.targets import (
+    all_hold,
+    at_least,
+    command_line,
+    exit_code,
+    report_header,
+    require_package,
+    save_report,
+    some_of,
+    verdict,
+)
 from support.turns import take_turns
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.curvature import hessian, hessian_eigenvalues
@@ -239,9 +248,9 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the networks of (a)")
-    parser.add_argument("--batch", type=int, default=64, help="images of the Hessian of (a)")
-    parser.add_argument("--pairs", type=int, default=5, help="of (b)")
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="of the networks of (a)")
+    parser.add_argument("--batch", type=at_least(1), default=64, help="images of the Hessian of (a)")
+    parser.add_argument("--pairs", type=at_least(1), default=5, help="of (b)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = report_header()
@@ -249,7 +258,7 @@ def main() -> int:
     for part in arguments.parts:
         title, measure = PARTS[part]
         if part == "a":
-            report["versions"]["pyhessian"] = metadata.version("pyhessian")
+            report["versions"]["pyhessian"] = require_package("pyhessian", "pip install --no-deps pyhessian")
         report[title] = measure(arguments)
     save_report(report, arguments.json)
     return 0 if all_hold(report) else 1
@@ -257,4 +266,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,17 @@ from reference import randomize_like_trained
 from support.as_exported import export_as_it_comes, paired
 from support.onnx_session import cpu_session
 from support.simplifiers import SIMPLIFIERS, compute_nodes, removed_by
-from support.targets import all_hold, command_line, report_header, save_report, some_of, verdict
+from support.targets import (
+    all_hold,
+    at_least,
+    command_line,
+    exit_code,
+    report_header,
+    require_package,
+    save_report,
+    some_of,
+    verdict,
+)
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.export import ALL, ImageClassifier, onnx_from_model
@@ -173,12 +182,13 @@ def described(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--families", type=some_of(FAMILIES), default=[*FAMILIES])
-    parser.add_argument("--repeats", type=int, default=9, help="pairs of calls")
+    parser.add_argument("--repeats", type=at_least(2), default=9, help="pairs of calls")
     parser.add_argument("--certify", action="store_true", help="the verdicts of the networks' certificates instead")
     arguments: argparse.Namespace = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = report_header()
-    report["versions"] |= {name: metadata.version(name) for name in SIMPLIFIERS}
+    if not arguments.certify:
+        report["versions"] |= {name: require_package(name, f"pip install {name}") for name in SIMPLIFIERS}
     print(json.dumps(report["machine"]))
     for family in arguments.families:
         with tempfile.TemporaryDirectory() as folder:
@@ -194,4 +204,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -20,7 +20,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from browser import Browser, running_browser
+from browser import PROGRAM, Browser, running_browser
 
 
 class Shot(NamedTuple):
@@ -84,7 +84,13 @@ def main() -> int:
     parser.add_argument("--image", type=Path, help="is classified on the server's page")
     parser.add_argument("--axe", type=Path)
     given = parser.parse_args()
-    url = given.page if "://" in given.page else Path(given.page).resolve().as_uri()
+    if PROGRAM is None:
+        parser.error("Chromium is not installed")
+    local = "://" not in given.page
+    for file in [Path(given.page)] * local + [given.image, given.axe]:
+        if file is not None and not file.is_file():
+            parser.error(f"there is no file {file}")
+    url = Path(given.page).resolve().as_uri() if local else given.page
     grave = 0
     with tempfile.TemporaryDirectory() as profile, running_browser(Path(profile)) as browser:
         for name, shot in SHOTS.items():

@@ -28,7 +28,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,19 @@ import vitx.models
 from support.as_exported import export_as_it_comes, paired
 from support.onnx_session import cpu_session
 from support.process_tree import peak_resident_bytes, seconds_of
-from support.targets import all_hold, command_line, exit_code, merged, report_header, some_of, verdict, write_report
+from support.targets import (
+    all_hold,
+    at_least,
+    command_line,
+    exit_code,
+    merged,
+    network_name,
+    report_header,
+    require_package,
+    some_of,
+    verdict,
+    write_report,
+)
 from support.turns import take_turns
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.preprocess import Preprocessing
@@ -198,18 +209,21 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--parts", type=some_of(PARTS), default=[*"abcd"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 8])
     parser.add_argument(
-        "--repeats", type=int, default=15, help="pairs of calls (a, b, e); three times as many at batch 1"
+        "--repeats", type=at_least(2), default=15, help="pairs of calls (a, b, e); three times as many at batch 1"
     )
-    parser.add_argument("--exports", type=int, default=3, help="pairs of exports (c)")
-    parser.add_argument("--networks", nargs="+", default=["deit_small_12", "deepvit_s"], help="of (e)")
-    parser.add_argument("--rewrites", nargs="+", default=list(REWRITES), help="of (e)")
+    parser.add_argument("--exports", type=at_least(1), default=3, help="pairs of exports (c)")
+    parser.add_argument(
+        "--networks", type=network_name, nargs="+", default=["deit_small_12", "deepvit_s"], help="of (e)"
+    )
+    parser.add_argument("--rewrites", nargs="+", choices=[*REWRITES], default=[*REWRITES], help="of (e)")
     parser.add_argument("--run", action="append", default=[], help="a run trained on the digits, for (b)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = {**report_header(), "commands": {}}  # and when each ended
-    report["versions"]["tensorrt-rtx"] = metadata.version("tensorrt-rtx")
+    if "d" in arguments.parts:
+        report["versions"]["tensorrt-rtx"] = require_package("tensorrt-rtx", "pip install 'vitx[trt-rtx]'")
     print(json.dumps(report["machine"]))
     for part in arguments.parts:
         title, measure = PARTS[part]

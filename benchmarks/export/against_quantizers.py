@@ -31,7 +31,7 @@ import onnx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from quantization import digits_run
-from support.targets import command_line, exit_code, report_header, save_report
+from support.targets import command_line, exit_code, report_header, require_program, save_report
 from vitx.core.errors import VitxError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--run", action="append", required=True, help="a run trained on the digits; may be repeated")
     parser.add_argument("--modelopt", help="the Python of an environment with nvidia-modelopt[onnx]")
     arguments = parser.parse_args()
+    if arguments.modelopt is not None:
+        require_program(arguments.modelopt)
     logging.disable(logging.WARNING)  # ONNX Runtime's advice
     for run in arguments.run:
         title, report = RunFolder.open(run).info.recipe, dict[str, Any]()
@@ -173,7 +175,9 @@ def main() -> None:
             for tool, make in Tools(graph, calibration, Path(name), arguments.modelopt).all().items():
                 found = report[tool] = row(make, expected, held_out)
                 print(f"{title}, {tool}: {found}", flush=True)
-        command = f"python benchmarks/export/against_quantizers.py --run {title} --modelopt python"
+        command = f"python benchmarks/export/against_quantizers.py --run {title}"
+        if arguments.modelopt is not None:
+            command += " --modelopt python"
         save_report({**report_header(), title: report}, arguments.json, command)
 
 

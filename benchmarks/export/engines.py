@@ -22,7 +22,7 @@ import timm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import vitx.models
 from support.gpu_networks import Float32Logits
-from support.targets import exit_code
+from support.targets import at_least, exit_code, network_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.engines.tensorrt_engine import EngineReport, engine_from_onnx
@@ -93,9 +93,9 @@ def working_kinds(report: EngineReport) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="deepvit_s")
+    parser.add_argument("--model", type=network_name, default="deepvit_s")
     parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--limit", type=float, default=LIMIT)
     arguments = parser.parse_args()
     architectures = tuple(arguments.architectures.split(","))

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import vitx.models
-from support.targets import all_hold, command_line, report_header, save_report
+from support.targets import all_hold, command_line, exit_code, report_header, save_report
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.engines.fused_layers import count_types, float_layers
@@ -112,4 +112,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

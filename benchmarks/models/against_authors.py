@@ -27,7 +27,8 @@ from torch.nn import functional
 import vitx.models  # noqa: F401  # registers the networks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, verdict
+from vitx.core.errors import InputError
 from vitx.models.attention_maps import attention_maps
 from vitx.models.similarity import map_similarity
 
@@ -103,8 +104,12 @@ def differences(mine: str, theirs: Any, criterion: Any, pixels: int) -> dict[str
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--dvit", type=Path, required=True)
-    parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--pixels", type=at_least(1), default=64)
     arguments = parser.parse_args()
+    if not all((arguments.dvit / name / "__init__.py").is_file() for name in ("models", "loss")):
+        raise InputError(
+            f"{arguments.dvit} is no checkout of github.com/zhoudaquan/dvit_repo: no models and loss in it"
+        )
     report: dict[str, Any] = report_header()
     commit = ["git", "-C", str(arguments.dvit), "rev-parse", "HEAD"]
     report["dvit_repo"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
@@ -118,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -33,7 +33,16 @@ from torch.nn import functional
 import vitx.models  # noqa: F401  # registers the networks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import (
+    all_hold,
+    at_least,
+    command_line,
+    exit_code,
+    network_name,
+    report_header,
+    save_report,
+    verdict,
+)
 from support.turns import take_turns
 
 TARGET = 1e-3
@@ -91,10 +100,10 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--network", default="deepvit_digits")
-    parser.add_argument("--depth", type=int, default=2, help="0: the network's own")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--network", type=network_name, default="deepvit_digits")
+    parser.add_argument("--depth", type=at_least(0), default=2, help="0: the network's own")
+    parser.add_argument("--batch", type=at_least(1), default=8)
+    parser.add_argument("--repeats", type=at_least(1), default=9)
     parser.add_argument("--child", action="store_true")
     arguments = parser.parse_args()
     if arguments.child:
@@ -116,4 +125,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -29,7 +29,7 @@ import vitx.models
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.process_tree import TRIMMED, own_peak_bytes
-from support.targets import command_line, report_header, write_report
+from support.targets import at_least, command_line, exit_code, report_header, save_report
 from support.turns import take_turns
 from vitx.models import AttnScaleAttention, ReAttention
 from vitx.models.head_mix import mix_heads
@@ -121,8 +121,8 @@ def mix_forms(repeats: int, shape: tuple[int, int, int, int] = (8, 12, 197, 197)
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--batch", type=at_least(1), default=8)
+    parser.add_argument("--repeats", type=at_least(1), default=9)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
@@ -131,7 +131,7 @@ def main() -> None:
         step(model, images)
         print(own_peak_bytes() / 2**20)
         return
-    report: dict[str, object] = {**report_header(), "batch": arguments.batch}
+    report: dict[str, Any] = {**report_header(), "batch": arguments.batch}
     for title, ours, theirs in (
         ("deepvit_s, against the formula written out", "deepvit_s", "written-out-deepvit_s"),
         ("attnscale_small_12, against the same", "attnscale_small_12", "written-out-attnscale_small_12"),
@@ -148,9 +148,9 @@ def main() -> None:
     report["mix over heads, (8, 12, 197, 197), forward and backward, ms"] = forms = mix_forms(3 * arguments.repeats)
     print("mix over heads: " + ", ".join(f"{name} {value:.1f} ms" for name, value in forms.items()))
     print(json.dumps(report["machine"]))
-    write_report(report, arguments.json)
+    save_report(report, arguments.json)
 
 
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
-    main()
+    raise SystemExit(exit_code(main))

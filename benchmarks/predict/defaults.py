@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from support.images import detailed_image
 from support.server_peers import export_deit_tiny
-from support.targets import all_hold, command_line, report_header, save_report
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report
 from support.turns import turn_order
 from vitx.core.bundle import Bundle
 from vitx.core.machine import usable_cores
@@ -96,7 +96,7 @@ def compare(bundle: Bundle, scratch: Path, size: str, runtime: str, rounds: int)
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--runtime", default="onnxruntime")
     arguments = parser.parse_args()
     report = report_header()
@@ -114,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

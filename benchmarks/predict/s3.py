@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from chaos import SlowSession
 
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
-from support.targets import command_line, report_header, save_report
+from support.process_tree import require_running
+from support.targets import at_least, command_line, exit_code, report_header, require_package, save_report
 from vitx.core.bundle import Bundle
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.options import PredictOptions
@@ -168,33 +169,36 @@ def attack(images: int, seed: int, scratch: Path) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     if sys.argv[1:2] == ["--work"]:
         work(Path(sys.argv[2]), Path(sys.argv[3]))
-        return
+        return 0
     parser = command_line(__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=600)
+    parser.add_argument("--images", type=at_least(1), default=600)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    for name in ("moto", "s3fs"):
+        require_package(name, "pip install 'moto[server]' s3fs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", port], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", port], stderr=subprocess.DEVNULL, text=True)
     try:
         while server.poll() is None:
             with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), 1):
                 break
             time.sleep(0.1)
+        require_running(server, "moto's server")
         with tempfile.TemporaryDirectory(prefix="vitx-s3-") as scratch:
             rounds = attack(options.images, options.seed, Path(scratch))
     finally:
         server.kill()
         server.wait()
     save_report({**report_header(), "s3": rounds}, options.json)
-    sys.exit(any(count for one in rounds for count in one["wrong"].values()))
+    return int(any(count for one in rounds for count in one["wrong"].values()))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -22,7 +22,16 @@ from with_wrk import load, turn, write_script
 
 from support.server_peers import DEIT_TI, bundle_of, served
 from support.server_turns import spread
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import (
+    all_hold,
+    at_least,
+    command_line,
+    exit_code,
+    report_header,
+    require_program,
+    save_report,
+    verdict,
+)
 from support.turns import turn_order
 from vitx.core.machine import usable_cores
 
@@ -66,9 +75,10 @@ def compared(clients: int, rounds: dict[str, list[dict[str, float]]]) -> dict[st
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--seconds", type=float, default=6)
     arguments = parser.parse_args()
+    require_program("wrk")
     report: dict[str, Any] = report_header()
     with tempfile.TemporaryDirectory() as name:
         report["requests a second by clients"] = measure(arguments, Path(name))
@@ -77,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

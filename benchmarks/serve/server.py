@@ -53,7 +53,7 @@ from support.server_peers import (
     vitx_server,
 )
 from support.server_turns import spread, turn
-from support.targets import all_hold, command_line, exit_code, report_header, save_report, some_of, verdict
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, some_of, verdict
 from support.turns import turn_order
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
@@ -295,15 +295,26 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
 }
 
 
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command as it is written down: without this machine's folders, and with what decided the numbers."""
+    words = ["python benchmarks/serve/server.py --parts", ",".join(arguments.parts)]
+    if "a" in arguments.parts:
+        words += ["--triton VENV --litserve VENV --peers", ",".join(arguments.peers)]
+        words += [f"--rounds {arguments.rounds} --seconds {arguments.seconds:g}"]
+    if "c" in arguments.parts:
+        words += [f"--soak {arguments.soak}"]
+    return " ".join(words)
+
+
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS])
     parser.add_argument("--peers", type=some_of(RATE_TARGETS), default=[*RATE_TARGETS], help="of (a)")
     parser.add_argument("--triton", type=Path, default=Path(".venv-triton"), help="a venv with nvidia-pytriton")
     parser.add_argument("--litserve", type=Path, default=Path(".venv-litserve"), help="a venv with litserve")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of one turn")
-    parser.add_argument("--soak", type=int, default=200_000, help="requests of (c); 0: none")
+    parser.add_argument("--soak", type=at_least(0), default=200_000, help="requests of (c); 0: none")
     parser.add_argument("--folder", type=Path, help="where exported networks are kept; default: exported for each run")
     arguments = parser.parse_args()
     report = report_header()
@@ -312,8 +323,7 @@ def main() -> int:
         title, measure = PARTS[part]
         with tempfile.TemporaryDirectory() as folder:
             report[title] = measure(arguments, Path(folder))
-    options = f"--parts {','.join(arguments.parts)} --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
-    save_report(report, arguments.json, f"python benchmarks/serve/server.py --triton VENV --litserve VENV {options}")
+    save_report(report, arguments.json, command_of(arguments))
     return 0 if all_hold(report) else 1
 
 

@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import timestamp
-from vitx.core.errors import VitxError
+from vitx.core.errors import EnvironmentMissing, VitxError
 from vitx.core.machine import describe_machine, installed_versions
 
 
@@ -42,18 +44,62 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return split
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """What an option takes that is a whole number from `least` on: its `type`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return read
+
+
+def network_name(text: str) -> str:
+    """What an option takes that is the name of a network: its `type`."""
+    import timm
+
+    import vitx.models  # noqa: F401  # registers ours
+
+    if not timm.is_model(text):
+        raise argparse.ArgumentTypeError(f"neither timm nor vitx has a network {text!r}: see `vitx models`")
+    return text
+
+
+def require_package(name: str, command: str) -> str:
+    """The version of a peer that `command` installs; EnvironmentMissing where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        raise EnvironmentMissing(f"the package '{name}' is not installed: {command}") from None
+
+
+def require_program(name: str) -> None:
+    """Raise EnvironmentMissing where there is no such program."""
+    if shutil.which(name) is None:
+        raise EnvironmentMissing(f"the program '{name}' is not installed")
+
+
 def vitx(*arguments: str) -> None:
     """Run a verb, without its result; raise CalledProcessError for another exit code than 0."""
     subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """What a script exits with: main's code, or that of the error of vitx which ended it, which is printed."""
+    """What a script exits with: main's code, or that of the error of vitx which ended it, here or in another process.
+
+    What was wrong is on standard error.
+    """
     try:
         return main() or 0
     except VitxError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except subprocess.CalledProcessError as error:
+        # It has said why; what it said may have gone to the script that called it.
+        said = error.stderr or ""
+        print(said if isinstance(said, str) else said.decode(errors="replace"), end="", file=sys.stderr)
+        return max(error.returncode, 1)
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, verdict
 from support.turns import take_turns
 from vitx.core.machine import usable_cores
 
@@ -66,7 +66,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     arguments = parser.parse_args()
     report = report_header()
     for condition, target in TARGETS.items():
@@ -79,4 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -43,7 +43,7 @@ import vitx.models
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.images import write_photographs
 from support.process_tree import TRIMMED, own_peak_bytes, processor_seconds
-from support.targets import all_hold, command_line, report_header, save_report, some_of, verdict
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, some_of, verdict
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
@@ -321,9 +321,9 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--pairs", type=int, default=12, help="half as many in (d)")
-    parser.add_argument("--batches", type=int, default=6, help="of 64 images, in one epoch of (d)")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of torch")
+    parser.add_argument("--pairs", type=at_least(2), default=12, help="half as many in (d)")
+    parser.add_argument("--batches", type=at_least(1), default=6, help="of 64 images, in one epoch of (d)")
     parser.add_argument("--memory-of", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -343,4 +343,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert vitx.models.registry, "registers our networks with timm"
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

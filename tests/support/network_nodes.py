@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
 
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
@@ -20,7 +20,7 @@ DEVICE, PORT = "vitx0", 29400
 RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
-class NotPermitted(Exception):
+class NotPermitted(EnvironmentMissing):
     """Network namespaces cannot be made on this machine; the message says why."""
 
 
