@@ -54,6 +54,7 @@ from vitx.train.loop.distributed.processes import Processes
 from vitx.train.loop.inputs.augment import fix_posterize
 from vitx.train.loop.inputs.training_data import CUTMIX, TrainingData, seed_of
 from vitx.train.loop.interruption import StopRequest
+from vitx.train.loop.step import EpochLog
 from vitx.train.loop.trainer import Trainer
 from vitx.train.losses.cutmix import Box, cutmix
 from vitx.train.losses.objective import compute_losses, mix_batch
@@ -192,6 +193,12 @@ def print_extra_memory(arguments: argparse.Namespace) -> None:
     print((peak - before - tokens.numel() * tokens.element_size()) / 2**20)
 
 
+def take_epoch(trainer: Trainer, epoch: int) -> None:
+    """The steps of an epoch as `vitx train` takes them, all of them: what an evaluation would end is begun anew."""
+    trainer._optimize(epoch, StopRequest())
+    trainer.batches_done, trainer.log = 0, EpochLog(trainer.data.steps, trainer.device)
+
+
 def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     """(c) An epoch of `vitx train` against a bare loop."""
     device = torch.device(arguments.device)
@@ -208,7 +215,7 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def our_epoch() -> None:
         epochs["ours"] += 1
-        ours._optimize(epochs["ours"], StopRequest())
+        take_epoch(ours, epochs["ours"])
 
     def bare_epoch() -> None:
         epochs["bare"] += 1
