@@ -40,7 +40,26 @@ def test_fewer_than_ten_images_have_no_widest_interval(images: int) -> None:
     found = similarity.result(SimilarityMatrix)
     assert (found.widest is not None) == (images == 10)
     vectors = [torch.nn.functional.normalize(seq(k, images, 4, 3), dim=-1) for k in range(2)]
-    assert found.matrix[0][1] == pytest.approx(float((vectors[0] * vectors[1]).sum(dim=-1).mean()), rel=1e-9)
+    cosines = (vectors[0] * vectors[1]).sum(dim=-1).mean(dim=1).numpy()
+    assert found.matrix[0][1] == pytest.approx(cosines.mean(), rel=1e-9)
+    if found.widest is not None:  # that of a with b: those of a layer with itself do not vary
+        (drawn,) = resample_weights(images)
+        low, high = np.quantile(drawn @ cosines / images, (0.025, 0.975))
+        assert found.widest == pytest.approx((high - low) / 2, rel=1e-9)
+
+
+def test_without_a_layer_there_is_no_widest_interval() -> None:
+    assert MeanCosine(axis=-1).result(SimilarityMatrix).widest is None
+
+
+def test_unit_vectors_are_written_where_those_of_the_last_batch_were() -> None:
+    """New memory for each batch would cost more than the arithmetic; another shape has memory of its own."""
+    similarity = MeanCosine(axis=-1)
+    first = similarity.add({"a": seq(0, 10, 4, 3)}, 10)["a"]
+    second = similarity.add({"a": seq(1, 10, 4, 3)}, 10)["a"]
+    assert second.data_ptr() == first.data_ptr()
+    torch.testing.assert_close(second, torch.nn.functional.normalize(seq(1, 10, 4, 3), dim=-1))
+    assert similarity.add({"a": seq(2, 7, 4, 3)}, 7)["a"].data_ptr() != first.data_ptr()
 
 
 def test_the_widest_interval_of_cka_is_that_of_resampled_batches() -> None:
