@@ -54,7 +54,8 @@ def measure(model: str, architectures: tuple[str, ...], repeats: int, limit: flo
     with tempfile.TemporaryDirectory() as folder:
         graph = Path(folder) / "model.onnx"
         start = time.perf_counter()
-        write_half(timm.create_model(model).eval(), 224, graph)
+        network: Any = timm.create_model(model).eval()
+        write_half(network, network.pretrained_cfg["input_size"][-1], graph)
         graph_seconds = time.perf_counter() - start
         built = [build(graph, architectures) for _ in range(repeats)]
         alone = {name: round(build(graph, (name,))[0], 2) for name in architectures}

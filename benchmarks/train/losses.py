@@ -49,6 +49,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.models import image_tensor
+from vitx.models.device import choose_device
 from vitx.train import apply_overrides, get_recipe
 from vitx.train.loop.distributed.processes import Processes
 from vitx.train.loop.inputs.augment import fix_posterize
@@ -333,6 +334,7 @@ def main() -> int:
     parser.add_argument("--batches", type=at_least(1), default=6, help="of 64 images, in one epoch of (d)")
     parser.add_argument("--memory-of", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    choose_device(arguments.device)
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         print_extra_memory(arguments)
