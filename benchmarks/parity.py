@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 
 from support.onnx_session import cpu_session
-from support.targets import command_line, report_header, write_report
+from support.targets import at_least, command_line, report_header, write_report
 from vitx.core.bundle import timestamp
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.data.image_set import ImageSet
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--of", type=int, default=10_000, help="how many images the whole split has")
     parser.add_argument("--jpeg", action="store_true")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=at_least(1), default=2)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     row = measure(options)

@@ -37,7 +37,7 @@ import vitx.models
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.onnx_session import cpu_session
-from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, verdict
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
@@ -172,7 +172,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--run", action="append", default=[], help="a run trained on the digits; may be repeated")
     parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=at_least(1), default=9)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = {**report_header(), "threads": 1}

@@ -36,7 +36,7 @@ from torch.nn import functional
 import vitx.models  # noqa: F401  # registers the networks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, at_least, command_line, report_header, save_report, verdict
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
@@ -161,7 +161,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--networks", default=NETWORKS)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=at_least(1), default=9)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--pixels", type=int, default=0)
     arguments: argparse.Namespace = parser.parse_args()

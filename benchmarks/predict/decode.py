@@ -29,7 +29,7 @@ from PIL import Image, features
 from sklearn.datasets import load_sample_images
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import command_line, exit_code, report_header, save_report
+from support.targets import at_least, command_line, exit_code, report_header, save_report
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.data.open import open_images
@@ -198,7 +198,7 @@ def whole(decoder: Function) -> Function:
 
 def main() -> None:
     parser = command_line(__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=at_least(1), default=15)
     parser.add_argument("--flips", type=Path, metavar="BUNDLE", help="Count classes that change, and measure no time.")
     options = parser.parse_args()
     if options.flips:

@@ -32,7 +32,7 @@ from support.as_exported import export_as_it_comes
 from support.http_load import Connection
 from support.server_peers import Server, package_versions, served, triton_server
 from support.server_turns import spread, turn
-from support.targets import all_hold, command_line, exit_code, report_header, save_report, some_of, vitx
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, some_of, vitx
 from support.turns import turn_order
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
@@ -171,7 +171,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--triton", type=Path, default=Path(".venv-triton"), help="a venv with nvidia-pytriton")
     parser.add_argument("--networks", type=some_of(NETWORKS), default=[*NETWORKS])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of one turn")
     parser.add_argument("--connections", type=int, default=32, help="each with one image a request")
     parser.add_argument("--folder", type=Path, help="where runs are kept; default: trained for each run")

@@ -76,7 +76,7 @@ def compared(clients: int, rounds: dict[str, list[dict[str, float]]]) -> dict[st
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=at_least(1), default=3)
-    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--seconds", type=at_least(1), default=6)
     arguments = parser.parse_args()
     require_program("wrk")
     report: dict[str, Any] = report_header()

@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.images import detailed_image
-from support.targets import command_line, report_header, save_report
+from support.targets import at_least, command_line, report_header, save_report
 from support.turns import turn_order
 from vitx.core.preprocess import Preprocessing
 from vitx.serve.http.decode import Decoder
@@ -78,7 +78,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--seconds", type=float, default=2)
     arguments = parser.parse_args()
     configure_process()

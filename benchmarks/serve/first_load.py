@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
+from support.targets import all_hold, at_least, command_line, exit_code, report_header, save_report, verdict
 from vitx.core.bundle import WITNESS, Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec
@@ -99,7 +99,7 @@ def measure(bundle: Bundle, runtime: str, folder: Path, rounds: int) -> dict[str
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--witness", help="images of the witness set; by default what `vitx export` takes")
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--bundle", type=Path, help="one that is there")

@@ -30,7 +30,7 @@ from support.server_peers import (
     sample_photographs,
     served,
 )
-from support.targets import command_line, report_header, save_report
+from support.targets import at_least, command_line, report_header, save_report
 from support.turns import turn_order
 from vitx.core.bundle import Bundle
 
@@ -73,7 +73,7 @@ def _median(turns: list[dict[str, float]], key: str) -> float:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--folder", type=Path, help="where exported networks are kept")
     options = parser.parse_args()

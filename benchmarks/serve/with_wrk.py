@@ -43,7 +43,16 @@ from support.server_peers import (
     vitx_server,
 )
 from support.server_turns import spread
-from support.targets import all_hold, command_line, exit_code, report_header, save_report, verdict
+from support.targets import (
+    all_hold,
+    at_least,
+    command_line,
+    exit_code,
+    report_header,
+    require_program,
+    save_report,
+    verdict,
+)
 from support.turns import turn_order
 from vitx.core.preprocess import decode
 
@@ -190,9 +199,10 @@ def ratios(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--triton", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--seconds", type=at_least(1), default=6)
     arguments = parser.parse_args()
+    require_program("wrk")
     report: dict[str, Any] = report_header()
     command = f"with_wrk.py --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
     if arguments.triton is not None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.targets import all_hold, at_least, command_line, report_header, save_report, verdict
 from support.turns import take_turns
 from vitx.core.preprocess import Preprocessing
 from vitx.models import image_tensor
@@ -101,7 +101,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--rounds", type=int, default=5, help=f"turns of each way, of {BATCHES} batches")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help=f"turns of each way, of {BATCHES} batches")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     report = report_header()

