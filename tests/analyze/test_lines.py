@@ -117,13 +117,17 @@ LINES: list[tuple[str, Record, str]] = [
     ),
     (
         "hessian",
-        made(HessianSpectrum, batches=[eigenvalues(4.0, -1.0), eigenvalues(-2.0, -3.0), eigenvalues(6.0, 2.0)]),
-        # Means of 4, −2, 6; of 4, 0, 4; of 50, 100, 0 %.
-        "largest 2.67 [-7.68, 13], mean of the positive 2.67 [-3.07, 8.4], negative 50 [0, 100] %",
+        made(
+            HessianSpectrum,
+            batches=[eigenvalues(4.0, -1.0), eigenvalues(-2.0, -3.0), eigenvalues(6.0, 3.0)],
+            mean_positive=13 / 3,
+        ),
+        # Means of 4, −2, 6; of 4, 6 and 3, by the residuals 4 − R, 0 and 9 − 2R; of 50, 100, 0 %.
+        "largest 2.67 [-7.68, 13], mean of the positive 4.33 [3.51, 5.16], negative 50 [0, 100] %",
     ),
     (
         "hessian",
-        made(HessianSpectrum, batches=[eigenvalues(4.0, -1.0)]),
+        made(HessianSpectrum, batches=[eigenvalues(4.0, -1.0)], mean_positive=4.0),
         "largest 4, mean of the positive 4, negative 50 %",
     ),
     (

@@ -26,7 +26,8 @@ def test_shares_and_means_are_of_the_values_on_either_side_of_0(monkeypatch: pyt
     measured = spectrum_of(monkeypatch, [2.0, 0.0, -1.0], [0.5, 0.25, 0.0])
     assert measured.negative_share == 1 / 6
     assert measured.mean_positive == 2.75 / 3
-    assert HESSIAN_METRIC.line(measured).endswith("negative 16.7 [0, 100] %")
+    # The page's number is the file's, and no mean of positive numbers is below 0.
+    assert HESSIAN_METRIC.line(measured).endswith("mean of the positive 0.917 [0, 10.1], negative 16.7 [0, 100] %")
     flat = spectrum_of(monkeypatch, [-2.0, 0.0])
     assert (flat.negative_share, flat.mean_positive) == (0.5, None)
     assert HESSIAN_METRIC.line(flat) == "largest 0, mean of the positive 0, negative 50 %"

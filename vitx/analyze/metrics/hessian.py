@@ -1,5 +1,6 @@
 """The largest eigenvalues of the loss's Hessian, batch by batch (docs/maths.md §5.4)."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -106,22 +107,34 @@ def draw_hessian(results: Results) -> "Figure":
 
 
 def _hessian_line(found: HessianSpectrum) -> str:
-    """Means over batches of each batch's numbers, with Student's intervals; batches without a positive one count 0."""
+    """The numbers of the record, and the mean over batches of the largest, with Student's intervals over batches."""
     values = [np.array(batch.values) for batch in found.batches]
     numbers = {
         "largest {}": [float(each.max()) for each in values],
-        "mean of the positive {}": [float(each[each > 0].mean()) if (each > 0).any() else 0.0 for each in values],
+        "mean of the positive {}": _mean_positive_by_batch(found),
         "negative {} %": [100 * float((each < 0).mean()) for each in values],
     }
     parts = []
     for name, each in numbers.items():
         interval = batch_interval(each).get("")
-        if interval is not None and name.endswith("%"):  # Student's of two batches reaches beyond a share
-            interval = max(0.0, interval[0]), min(100.0, interval[1])
+        if interval is not None and name != "largest {}":  # Student's of two batches reaches beyond what can be
+            interval = max(0.0, interval[0]), min(100.0 if name.endswith("%") else math.inf, interval[1])
         parts.append(name.format(with_interval(float(np.mean(each)), interval)))
     if rough := sum(not batch.converged for batch in found.batches):
         parts.append(f"{rough} of {len(found.batches)} batches did not converge")
     return ", ".join(parts)
+
+
+def _mean_positive_by_batch(found: HessianSpectrum) -> list[float]:
+    """Numbers of the batches whose mean is `mean_positive`, a ratio R of sums over them, and whose spread is its own.
+
+    R + (s − R·n)/mean(n), s the sum of a batch's n positive values: the linear estimate of a ratio's variance
+    (Cochran, Sampling Techniques, 1977, §6.4). 0 where no batch has any.
+    """
+    ratio = found.mean_positive or 0.0
+    positive = [[value for value in batch.values if value > 0] for batch in found.batches]
+    mean_count = sum(map(len, positive)) / len(positive) or 1.0
+    return [ratio + (sum(each) - ratio * len(each)) / mean_count for each in positive]
 
 
 HESSIAN_METRIC = Metric(
