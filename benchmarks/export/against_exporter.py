@@ -78,6 +78,15 @@ torch.onnx.export(
 """
 
 
+def network_of_this_size(text: str) -> str:
+    """What --networks takes: the name of a network for images of the size that is measured here."""
+    config: Any = timm.get_pretrained_cfg(network_name(text))
+    if config.input_size[-1] != PREPROCESSING.image_size:
+        sizes = f"{config.input_size[-1]} px, and what is measured here of {PREPROCESSING.image_size}"
+        raise argparse.ArgumentTypeError(f"the images of {text} are of {sizes}")
+    return text
+
+
 def network(name: str) -> Any:
     torch.manual_seed(0)
     return timm.create_model(name).eval()
@@ -215,7 +224,7 @@ def main() -> int:
     )
     parser.add_argument("--exports", type=at_least(1), default=3, help="pairs of exports (c)")
     parser.add_argument(
-        "--networks", type=network_name, nargs="+", default=["deit_small_12", "deepvit_s"], help="of (e)"
+        "--networks", type=network_of_this_size, nargs="+", default=["deit_small_12", "deepvit_s"], help="of (e)"
     )
     parser.add_argument("--rewrites", nargs="+", choices=[*REWRITES], default=[*REWRITES], help="of (e)")
     parser.add_argument("--run", action="append", default=[], help="a run trained on the digits, for (b)")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import against_authors
+import against_exporter
 import against_quantizers
 import cores
 import numpy as np
@@ -121,6 +122,7 @@ def test_screenshots_name_a_file_that_is_not_there(
     ("script", "given", "said"),
     [
         (cores, ["--seconds", "1.5"], "argument --seconds: '1.5' is no whole number from 1 on"),  # wrk takes no others
+        (against_exporter, ["--networks", "deit_digits"], "the images of deit_digits are of 32 px"),
         (real_images, ["--work", "nowhere"], "--wheels or --fashion is needed"),
     ],
 )
@@ -148,3 +150,18 @@ def test_a_client_that_is_not_installed_is_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(monkeypatch, cores) == EnvironmentMissing.exit_code
     assert capsys.readouterr().err == "error: the program 'wrk' is not installed\n"
+
+
+def test_pictures_without_axe_are_not_said_to_have_no_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("")
+    monkeypatch.setattr(screenshots, "PROGRAM", "chromium")
+    monkeypatch.setattr(screenshots, "running_browser", nullcontext)
+    monkeypatch.setattr(screenshots, "open_page", lambda *_: None)
+    monkeypatch.setattr(screenshots, "picture", lambda *_: b"picture")
+    assert run(monkeypatch, screenshots, str(tmp_path / "out"), str(page)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{name}: a picture alone, as --axe was not given" for name in screenshots.SHOTS]
+    assert (tmp_path / "out-phone.png").read_bytes() == b"picture"
