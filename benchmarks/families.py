@@ -20,7 +20,6 @@ With `--certify` nothing is timed: each network, with ten classes, is exported a
 import argparse
 import copy
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +47,7 @@ from support.targets import (
     save_report,
     some_of,
     verdict,
+    vitx,
 )
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing
@@ -150,8 +150,7 @@ def certify(name: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     arguments = [part for key, value in options.items() for part in ("--model-arg", f"{key}={value}")]
     arguments += ["--weights", str(folder / "weights.pt"), "--data", "digits", "--openvino", "--max-flip-rate", ".02"]
     arguments += ["--witness", "40"]  # a float64 reference of each is most of the time
-    command = [sys.executable, "-m", "vitx", "export", f"model:timm/{name}", *arguments, "--out", str(out), "--quiet"]
-    subprocess.run(command, check=True)
+    vitx("export", f"model:timm/{name}", *arguments, "--out", str(out), "--quiet")
     certificate = Bundle.open(out).require_certificate()
     kept = ("verdict", "evidence", "images", "flips", "flip_rate_bound", "max_logit_error", "max_logit_error_allowed")
     verdicts = {each.executable.runtime: each.model_dump(include=set(kept)) for each in certificate.executables}
