@@ -8,10 +8,9 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from vitx.bench import graph_cost
 from vitx.bench.graph_cost import count_cost, node_flops
+from vitx.core import machine
 from vitx.core.bundle import Bundle
-from vitx.core.machine import UNSIGNED_REWRITES
 
 LEVELS = onnxruntime.GraphOptimizationLevel
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape")
@@ -106,11 +105,13 @@ def test_the_graph_is_run_as_a_session_would_run_it(
     """Rewrites of Q/DQ pairs that do not fit the graph are off; sums of 8 bits are exact on every processor."""
     profiler = Profiler({}, tmp_path)
     monkeypatch.setattr(onnxruntime, "InferenceSession", profiler)
-    monkeypatch.setattr(graph_cost, "sums_int8_exactly", lambda: exact)
+    monkeypatch.setattr(machine, "sums_int8_exactly", lambda: exact)
     manifest = tiny_bundle.manifest.model_copy(update={"base": base})
     bundle: Any = SimpleNamespace(manifest=manifest, model_path=tiny_bundle.model_path)
     assert count_cost(bundle) is not None
     unfit = base == "fp16"
-    assert [session["disabled"] for session in profiler.sessions] == [UNSIGNED_REWRITES if unfit else None] * 2
+    assert [session["disabled"] for session in profiler.sessions] == [
+        ["ReluQuantRewrite", "ClipQuantRewrite"] if unfit else None
+    ] * 2
     assert profiler.entries("session.disable_quant_qdq") == ["1" if unfit else None] * 2
     assert profiler.entries("session.x64quantprecision") == [None if exact else "1"] * 2
