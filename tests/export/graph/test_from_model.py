@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -305,27 +307,45 @@ def test_a_convolution_used_twice_is_named() -> None:
 
 
 class Buffers(nn.Module):
-    """A network without parameters; `several`: that returns two tensors."""
+    """A network without parameters, which returns what `form` makes of its logits."""
 
     weight: Tensor
 
-    def __init__(self, *, several: bool = False) -> None:
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.register_buffer("weight", torch.linspace(-1, 1, 15).view(3, 5))
-        self.several = several
+        self.form = form
 
     def forward(self, x: Tensor) -> Any:
-        logits = x.mean(dim=(2, 3)) @ self.weight
-        return (logits, logits + 1) if self.several else logits
+        return self.form(x.mean(dim=(2, 3)) @ self.weight)
 
 
-def test_a_network_may_have_no_parameters_but_one_output(tmp_path: Path) -> None:
+def test_a_network_may_have_no_parameters(tmp_path: Path) -> None:
     pixels = Preprocessing(image_size=8)
-    onnx_from_model(ImageClassifier(Buffers(), pixels).eval(), pixels, tuple("abcde"), tmp_path / "one.onnx")
-    two = ImageClassifier(Buffers(several=True), pixels).eval()
-    with pytest.raises(InputError, match=r"the network returns 2 tensors: expected one, logits \(N, C\)"):
-        onnx_from_model(two, pixels, tuple("abcde"), tmp_path / "two.onnx")
-    assert not (tmp_path / "two.onnx").exists()
+    classifier = ImageClassifier(Buffers(lambda logits: logits), pixels).eval()
+    onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "one.onnx")
+
+
+@pytest.mark.parametrize(
+    ("form", "returned", "expected"),
+    [
+        (lambda logits: (logits, logits + 1), "2 tensors", "one, logits (N, C)"),
+        # As a mixture of experts returns its loss beside them.
+        (lambda logits: (logits, logits.square().mean()), "2 tensors", "one, logits (N, C)"),
+        (lambda logits: logits.mean(), "()", "one vector of logits an image, (N, 5)"),
+        (lambda logits: logits[:, 0], "(N)", "one vector of logits an image, (N, 5)"),
+        (lambda logits: logits[:, None], "(N, 1, 5)", "one vector of logits an image, (N, 5)"),
+        (lambda logits: {"logits": logits}, "a dict", "one tensor, logits (N, C)"),
+        (lambda logits: (logits, None), "a tuple", "one tensor, logits (N, C)"),
+    ],
+)
+def test_a_network_returns_one_tensor_of_logits(
+    tmp_path: Path, form: Callable[[Tensor], Any], returned: str, expected: str
+) -> None:
+    pixels = Preprocessing(image_size=8)
+    classifier = ImageClassifier(Buffers(form), pixels).eval()
+    with pytest.raises(InputError, match=f"^{re.escape(f'the network returns {returned}: expected {expected}')}"):
+        onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "model.onnx")
 
 
 def test_a_network_that_no_file_holds_is_refused_before_it_is_traced(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import onnx
 import torch
 from onnx_ir.passes import PassManager, common
 from onnxscript.optimizer import fold_constants_ir
-from torch import nn
+from torch import Tensor, nn
 
 from vitx.core.bundle import Precision
 from vitx.core.errors import CheckFailed, InputError
@@ -71,8 +71,8 @@ def onnx_from_model(
             "vitx.preprocessing": preprocessing.model_dump_json(),
         }
     )
-    _require_dynamic_batch(model)
     _require_logits(model, len(labels))
+    _require_dynamic_batch(model)
     write_onnx(model, path)
     onnx.checker.check_model(str(path), full_check=True)
     if check:
@@ -138,7 +138,10 @@ def clean(model: Any, *, folded: bool = True) -> None:
 
 
 def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
-    """Raise CheckFailed unless the graph file equals `classifier` on noise at batches that were never traced."""
+    """Raise CheckFailed unless the graph file equals `classifier` on noise at batches that were never traced.
+
+    InputError where the network returns something else than a tensor.
+    """
     from vitx.export.graph.execution import open_session
 
     session = open_session(str(path))
@@ -147,7 +150,10 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
     for batch in CHECKED_BATCHES:
         images = generator.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
         with torch.inference_mode():
-            expected = classifier(torch.from_numpy(images).to(device)).float().cpu().numpy()
+            found = classifier(torch.from_numpy(images).to(device))
+        if not isinstance(found, Tensor):  # the exporter takes it apart, and leaves None out
+            raise InputError(f"the network returns a {type(found).__name__}: expected one tensor, logits (N, C)")
+        expected = found.float().cpu().numpy()
         if not np.isfinite(expected).all():
             raise CheckFailed("the network's logits are not finite on random images: its weights hold NaN or infinity")
         (logits,) = session.run([OUTPUT], {INPUT: images})
@@ -184,7 +190,7 @@ def _require_logits(model: Any, classes: int) -> None:
         raise InputError(f"the network returns {len(outputs)} tensors: expected one, logits (N, C)")
     shape = outputs[0].shape
     if len(shape) != 2 or (classes and shape[1] != classes):
-        found = ", ".join(["N", *(str(dim) if isinstance(dim, int) else str(dim.value) for dim in shape[1:])])
+        found = ", ".join(str(dim) if isinstance(dim, int) else str(dim.value) for dim in shape)
         raise InputError(
             f"the network returns ({found}): expected one vector of logits an image, (N, {classes or 'C'}); "
             "give it a pooling (--model-arg global_pool=avg, where it takes one) and one output a class"
