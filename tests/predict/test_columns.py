@@ -377,6 +377,19 @@ def test_a_key_that_occurs_twice_is_refused_with_both_rows(
     assert not (tmp_path / "out").exists()
 
 
+def test_keys_of_a_file_whose_name_is_not_utf8(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    source, name = tmp_path / "in", os.fsdecode(b"\xff.parquet")
+    source.mkdir()
+    with (source / name).open("wb") as file:  # pyarrow takes no such name either
+        pq.write_table(table(id=list("abcdef")), file)
+    run(tiny_bundle, source, tmp_path / "out", key="id", incremental=True)
+    assert output(tmp_path / "out")["path"].to_pylist() == list("abcdef")
+    (source / name).rename(source / "b.parquet")
+    twice = r'^--key id: "a" is in row 0 of b\.parquet and in row 0 of .* in the output, whose \\xff\.parquet is gone: '
+    with pytest.raises(InputError, match=twice):
+        run(tiny_bundle, source, tmp_path / "out", key="id", incremental=True)
+
+
 def test_a_row_without_a_key_is_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
     pq.write_table(table(id=[*"abcd", None, "f"]), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"^--key id: row 4 of a\.parquet has none; expected one in every row$"):

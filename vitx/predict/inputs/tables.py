@@ -14,7 +14,7 @@ from vitx.core.console import counted
 from vitx.core.errors import EnvironmentMissing, InputError, naming_extra
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.remote import BlockReader, NotGiven
-from vitx.predict.inputs.stores import join, open_stream
+from vitx.predict.inputs.stores import escape_invalid_utf8, join, open_stream
 from vitx.predict.ledger import Shard
 
 with naming_extra("serve"):
@@ -197,7 +197,9 @@ def refuse_equal_keys(base: str, shards: Iterable[Shard], column: str, more: Ite
     with closing(sqlite3.connect("")) as database:  # a file without a name
         database.execute("CREATE TABLE row (key TEXT, place TEXT)")
         records = itertools.chain(_key_records(base, shards, column), more)
-        database.executemany("INSERT INTO row VALUES (?, ?)", records)
+        # SQLite takes no name of a file that is not UTF-8.
+        told = ((key, escape_invalid_utf8(place)) for key, place in records)
+        database.executemany("INSERT INTO row VALUES (?, ?)", told)
         equal = "SELECT key, min(place), max(place) FROM row GROUP BY key HAVING count(*) > 1 LIMIT 1"
         for key, place, other in database.execute(equal):
             raise InputError(
