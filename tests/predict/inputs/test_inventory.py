@@ -5,6 +5,7 @@ import io
 import os
 import tarfile
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import inventory as inventory_module
 from vitx.predict.inputs import remote, stores
-from vitx.predict.inputs.inventory import Inventory, Item, read_item, read_shard
+from vitx.predict.inputs.inventory import Inventory, Item, base_of, list_input, read_item, read_shard
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
-from vitx.predict.ledger import Shard
+from vitx.predict.ledger import Ledger, Shard
+from vitx.predict.options import Share
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -54,12 +57,16 @@ def test_a_folder_is_listed_relative_to_itself_in_shards(tmp_path: Path) -> None
     assert found == inventory(tmp_path / "in", tmp_path, 2)
     names = hashlib.sha256(b"a\x002.png/a-1.png/b.png/").hexdigest()
     assert found.digest == hashlib.sha256(f"{names} {tmp_path}/in []".encode()).hexdigest()
+    skipped = SkippedNames({".txt": 1, ".tar": 1}, ["c.txt", "d.tar"])
+    assert (found.skipped.by_suffix, sorted(found.skipped.first)) == (skipped.by_suffix, skipped.first)
+    first, second = (listed(f"{tmp_path}/in", tmp_path / "list", share=Share(number, 2)) for number in (1, 2))
+    assert (first.skipped, second.skipped) == (found.skipped, SkippedNames())
 
 
 def test_a_pattern_gives_images_first_and_containers_in_order(tmp_path: Path) -> None:
     touch(tmp_path, "2.tar", "b.png", "1.tgz", "a.png", "3.zip")
     found = inventory(f"{tmp_path}/[1-9ab]*", tmp_path)
-    assert found.base == ""
+    assert (found.base, found.skipped) == ("", SkippedNames({".zip": 1}, [f"{tmp_path}/3.zip"]))
     assert [(shard.kind, shard.location, shard.count) for shard in found.shards] == [
         ("images", "", 2),
         ("tar", f"{tmp_path}/1.tgz", None),
@@ -134,12 +141,12 @@ def test_an_input_without_images_says_what_was_looked_for(tmp_path: Path, name: 
 
 
 def test_an_input_of_files_in_subfolders_says_how_to_name_them(tmp_path: Path) -> None:
-    (tmp_path / "year=1").mkdir()
-    (tmp_path / "year=1" / ".a.tar").touch()
-    (tmp_path / "year=1" / "b.tar").touch()
-    with pytest.raises(InputError, match=r"; year=1/b\.tar is below it: name such files by a pattern, '.*/\*\*/\*'$"):
+    touch(tmp_path, "year=1/.a.tar", "year=1/b.tar", "year=1/c.tar")
+    one = r"in subfolders too; year=1/[bc]\.tar is below it: name such files by a pattern, '[^;]*/\*\*/\*'$"
+    with pytest.raises(InputError, match=one):
         inventory(tmp_path, tmp_path)
-    assert inventory(tmp_path / "**" / "*", tmp_path).shards == (Shard("tar", f"{tmp_path}/year=1/b.tar"),)
+    shards = tuple(Shard("tar", f"{tmp_path}/year=1/{name}.tar") for name in "bc")
+    assert inventory(tmp_path / "**" / "*", tmp_path).shards == shards
 
 
 def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +171,77 @@ def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("a.tar/pipe.png", "not a regular file"),
         ("a.tar/last.gif", b"123456"),
     ]
+
+
+def test_a_file_that_is_gone_is_told_from_one_that_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"no tar" * 200)
+    pq.write_table(pa.table({"image": [b"x"]}), tmp_path / "b.parquet")
+    given = [Shard("tar", "a.tar"), Shard("tar", "gone.tar"), Shard("parquet", "gone.parquet", 0, 2)]
+    found = [item for shard in given for item in read_shard(shard, str(tmp_path), tmp_path / "list")]
+    assert [(item.key, type(item.source), item.uncounted) for item in found] == [
+        ("a.tar", ImageError, True),
+        ("gone.tar", stores.Gone, True),
+        ("gone.parquet/0000000", stores.Gone, False),
+        ("gone.parquet/0000001", stores.Gone, False),
+    ]
+    assert str(found[0].source).startswith("cannot read the tar file to its end, what follows was not predicted: ")
+
+
+def test_versions_are_of_the_file_and_taken_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a stop ends what a store is asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def recorded(name: str, result: Any) -> None:
+        monkeypatch.setattr(stores, name, lambda *given: asked.append((name, *given)) or result)
+
+    recorded("version_of", "5-1")
+    recorded("read_bytes", b"x")
+    monkeypatch.setattr(stores, "open_stream", lambda *given: asked.append(("open_stream", *given)) or io.BytesIO())
+    stopped = threading.Event()
+    read = Item("a.png", b"x", version="5-1")
+    assert read_item(Item("a.png", "/in/a.png"), versions=True, stopped=stopped) == read
+    assert read_item(read._replace(source="/in/a.png"), versions=True, stopped=stopped) == read
+    assert read_item(Item("a.png", "/in/a.png"), stopped=stopped) == read._replace(version=None)
+    reads = [("read_bytes", "/in/a.png", stopped)]
+    assert asked == [("version_of", "/in/a.png", stopped), *reads, *reads, *reads]
+    asked.clear()
+    for versions in (True, False):
+        (error,) = read_shard(Shard("tar", "a.tar"), "/in", tmp_path, versions=versions, stopped=stopped)
+        assert error.version == ("5-1" if versions else None)
+    opened = ("open_stream", "/in/a.tar", stopped)
+    assert asked == [("version_of", "/in/a.tar", stopped), opened, opened]
+
+
+@pytest.mark.parametrize("name", ["a.png", "list.txt", "*.png", ""])
+def test_an_input_that_is_listed_again_is_listed_with_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    touch(tmp_path / "in", "a.png")
+    (tmp_path / "in" / "list.txt").write_text("a.png\n")
+    asked: list[str] = []
+    monkeypatch.setattr(stores, "version_of", lambda location, stopped=None: asked.append(location))
+    with closing(Ledger(tmp_path / "ledger")) as ledger:
+        list_input(f"{tmp_path}/in/{name}", ledger, TableColumns())
+        assert asked == []
+        list_input(f"{tmp_path}/in/{name}", ledger, TableColumns(), again=True)
+    assert asked == [f"{tmp_path}/in/a.png"]
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "base"),
+    [
+        ("/in/a", "folder", "/in/a"),
+        ("/in/a.png", "image", "/in"),
+        ("/a.png", "image", "/"),
+        ("a.png", "image", ""),
+        ("memory://a.tar", "image", ""),
+        ("s3://bucket/in/list.txt", "list", "s3://bucket/in"),
+        ("/in/*.png", "pattern", ""),
+        ("https://token@h/in/*.png", "pattern", "https://token@h"),
+    ],
+)
+def test_what_names_are_relative_to(source: str, named: Any, base: str) -> None:
+    assert base_of(source, named) == base
 
 
 def test_members_of_one_name_have_a_path_each(tmp_path: Path) -> None:

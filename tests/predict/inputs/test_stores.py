@@ -1,5 +1,7 @@
 """Locations: how names are joined, what is an image, and how often a remote object is tried."""
 
+import errno
+import hashlib
 import os
 import sys
 import zipfile
@@ -10,12 +12,14 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 
+from bundle_fixture import listed
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.inventory import base_of
 from vitx.predict.inputs.stores import (
     absolute,
+    escape_invalid_utf8,
     expand,
     is_folder,
     is_image_name,
@@ -32,6 +36,7 @@ from vitx.predict.inputs.stores import (
     [
         ("/in", "a.png", "/in/a.png"),
         ("/in/", "a/b.png", "/in/a/b.png"),
+        ("/in/X", "a.png", "/in/X/a.png"),
         ("", "a.png", "a.png"),
         ("/", "a.png", "/a.png"),
         ("/in", "/other/a.png", "/other/a.png"),
@@ -45,7 +50,10 @@ def test_names_are_below_their_base_unless_absolute(base: str, name: str, expect
 
 @pytest.mark.parametrize(
     ("name", "image"),
-    [("a.png", True), ("b/A.JPG", True), ("a.webp", True), ("a.png.txt", False), ("png", False), ("a.tar", False)],
+    [
+        *((name, True) for name in ("a.png", "b/A.JPG", "a.webp", "a.png/", "b/..png")),
+        *((name, False) for name in ("a.png.txt", "png", "a.tar", "a.pngX", ".png", "b/.png")),
+    ],
 )
 def test_images_are_known_by_their_last_suffix(name: str, image: bool) -> None:
     assert is_image_name(name) is image
@@ -90,6 +98,7 @@ def test_above_a_link_is_above_what_it_leads_to(tmp_path: Path, monkeypatch: pyt
         assert [name for name, _ in walk_images(source, print)] == ["1.png"]
         assert list(expand(f"{source}/*.png")) == [f"{tmp_path}/far/images/1.png"]
     assert [absolute("link/.."), absolute("link/../")] == [f"{tmp_path}/far"] * 2
+    assert absolute("link/../X/") == f"{tmp_path}/far/X"
     assert [absolute("."), absolute(""), absolute("images/")] == [*[f"{tmp_path}/near"] * 2, f"{tmp_path}/near/images"]
     assert [absolute("/"), absolute("/../.."), absolute("s3://a/../b")] == ["/", "/", "s3://a/../b"]
 
@@ -150,6 +159,49 @@ def test_a_folder_linked_twice_is_no_circle(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     assert sorted(name for name, _ in walk_images(str(tmp_path), print)) == ["a/1.png", "a/up/", "b/1.png", "b/up/"]
+
+
+def test_too_many_open_files_are_no_fault_of_an_image_or_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would be a row, and the run would end well."""
+    (tmp_path / "sub").mkdir()
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    real, top = os.scandir, f"{tmp_path}/"
+
+    def scandir(path: str) -> Any:
+        if path != top:
+            raise full
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        list(walk_images(str(tmp_path), print))
+    assert raised.value is full
+
+    def refuse(*_: Any) -> int:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(
+            EnvironmentMissing, match=r"^cannot open '/in/a\.png': Too many open files; raise the limit"
+        ):
+            read_bytes("/in/a.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a.png", "a.png"),
+        ("ä\\.png", "ä\\.png"),
+        ("\udcff\\.png", "\\xff\\\\.png"),
+        ("\\xff\\.png", "\\\\xff\\\\.png"),
+        ("\\xfg.png", "\\xfg.png"),
+    ],
+)
+def test_names_that_are_not_utf8_are_told_apart_from_those_that_look_like_them(name: str, told: str) -> None:
+    assert escape_invalid_utf8(name) == told
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
@@ -364,6 +416,8 @@ class Hosted(AbstractFileSystem):  # type: ignore[misc]
         return given | ({"host": host} if at else {})
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        if not path.endswith("in"):
+            raise FileNotFoundError(path)
         return [{"name": f"{path}/{name}", "type": "file", "size": 1} for name in ("a.png", "b.txt")]
 
     def cat_file(self, path: str, **_: Any) -> bytes:
@@ -377,9 +431,13 @@ class Hosted(AbstractFileSystem):  # type: ignore[misc]
         ("held://container@account/in", "held://container@account/in", "container/in/a.png"),
     ],
 )
-def test_a_pattern_names_images_with_their_host(folder: str, told: str, path: str) -> None:
+def test_a_pattern_names_images_with_their_host(tmp_path: Path, folder: str, told: str, path: str) -> None:
     """A store's own way to write a path leaves it out, and no image could be read."""
     fsspec.register_implementation("hosted", Hosted, clobber=True)
     fsspec.register_implementation("held", Hosted, clobber=True)
     assert list(expand(f"{folder}/*.png")) == [f"{told}/a.png"]
     assert read_bytes(join(base_of(f"{folder}/*.png", "pattern"), f"{told}/a.png")) == path.encode()
+    # Who asks is no part of what identifies the listing.
+    names = hashlib.sha256(f"{told}/a.png".replace("/", "\0").encode() + b"/").hexdigest()
+    found = listed(f"{folder}/*.png", tmp_path / "list")
+    assert found.digest == hashlib.sha256(f"{names}  []".encode()).hexdigest()

@@ -232,7 +232,7 @@ def _lost_host(system: Any, path: str, url: str) -> str:
     if system is None:
         return ""
     told = system._get_kwargs_from_urls
-    return "" if told(system.unstrip_protocol(path)) == told(url) else "/".join(url.split("/", 3)[:3])
+    return "" if told(system.unstrip_protocol(path)) == told(url) else "/".join(url.split("/")[:3])
 
 
 def _location(system: Any, path: str, host: str = "") -> str:
