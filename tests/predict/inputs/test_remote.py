@@ -6,19 +6,22 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 
 from server_process import HANG
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
-from vitx.predict.inputs import remote
+from vitx.predict.inputs import remote, stores
 from vitx.predict.inputs.remote import check_size
-from vitx.predict.inputs.stores import read_bytes, version_of, walk_images
+from vitx.predict.inputs.stores import is_folder, read_bytes, version_of, walk_images
 
 
 def test_the_largest_file_that_is_read() -> None:
@@ -343,3 +346,60 @@ def test_a_reason_has_no_token_of_the_url_that_a_server_led_to(monkeypatch: pyte
     told = r"OSError: Server error '500 Oh' for url 'https://cdn/a\.png\?…' For more: see$"
     with pytest.raises(ImageError, match=told):
         remote.attempts(fails, "cannot read the object")
+
+
+@pytest.mark.parametrize(
+    ("entry", "version"),
+    [
+        ({"size": 5, "ETag": '"abc"'}, "5-abc"),
+        ({"size": 5, "ETag": "", "mtime": 3.5, "created": 1.0}, "5-3.5"),
+        ({"size": 5, "LastModified": datetime.fromtimestamp(3.5, UTC)}, "5-3.5"),
+        ({"size": 5, "type": "file"}, None),
+    ],
+)
+def test_the_version_of_an_object(monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], version: str | None) -> None:
+    """A listing and a header give the same one, which some servers write with quotation marks in one of them."""
+    store = SimpleNamespace(info=lambda path: entry | {"name": path})
+    monkeypatch.setattr(remote, "remote_filesystem", lambda location: (store, location.partition("://")[2]))
+    assert version_of("s3://bucket/a.png") == version
+
+
+def test_a_page_has_seconds_and_a_listing_of_many_pages_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, float]] = []
+
+    def ask(system: Any, question: str, path: str, *, seconds: float, **_: Any) -> None:
+        asked.append((question, path, seconds))
+
+    monkeypatch.setattr(remote, "remote_filesystem", lambda location: (None, location.removeprefix("s3://")))
+    monkeypatch.setattr(remote, "ask", ask)
+    for location in ("s3://bucket/in", "http://h/in"):
+        assert not is_folder(location)
+    pages = [("isdir", "http://h/in", 0), ("info", "http://h/in", 0)]
+    assert asked == [("isdir", "bucket/in", 3600.0), ("info", "bucket/in", 3600.0), *pages]
+
+
+def test_a_pattern_asks_a_store_of_keys_for_those_below_or_for_the_glob(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keys(AbstractFileSystem):  # type: ignore[misc]
+        protocol = "keys"
+
+        def find(self, path: str, prefix: str = "", **_: Any) -> list[str]:
+            raise AssertionError("of walks alone")
+
+    fsspec.register_implementation("keys", Keys, clobber=True)
+    asked: list[tuple[Any, ...]] = []
+    found = {f"b/in{name}": {"type": kind} for name, kind in (("/a.png", "file"), ("2/b.png", "file"))}
+    found |= {f"b/in/{name}": {"type": kind} for name, kind in (("c.png", "directory"), (".d.png", "file"))}
+    monkeypatch.setattr(stores, "_look", lambda *given, **options: asked.append((*given, options)) or found)
+    assert list(stores.expand("keys://b/in/**/*.png")) == ["keys://b/in/a.png"]
+    assert list(stores.expand("keys://b/in/*.png")) == ["keys://b/in/a.png"]
+    assert asked == [("keys://b/in", "find", {"detail": True}), ("keys://b/in/*.png", "glob", {"detail": True})]
+
+
+def test_a_stream_that_is_stopped_reads_no_more() -> None:
+    fsspec.filesystem("memory").pipe("/stopped/a.tar", b"content")
+    stopped = Event()
+    with stores.open_stream("memory://stopped/a.tar", stopped) as file:
+        assert file.read(3) == b"con"
+    stopped.set()
+    with stores.open_stream("memory://stopped/a.tar", stopped) as file, pytest.raises(CancelledError):
+        file.read(3)

@@ -207,6 +207,7 @@ def test_names_that_are_not_utf8_are_told_apart_from_those_that_look_like_them(n
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
 def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
     with pytest.raises(ImageError, match=r"^not a regular file$"):
         read_bytes(str(tmp_path / "pipe.png"))
     with pytest.raises(OSError, match=r"^'.*pipe\.png' is not a regular file$"):
@@ -214,6 +215,8 @@ def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ImageError, match=r"^cannot open the image: Is a directory$"):
         read_bytes(str(tmp_path / "folder.png"))
+    os.close(again := os.open(os.devnull, os.O_RDONLY))
+    assert again == lowest, "one was left open"
 
 
 def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
