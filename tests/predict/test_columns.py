@@ -2,7 +2,9 @@
 
 import datetime
 import os
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, PredictionSummary, predict
 from vitx.predict.inputs import tables
-from vitx.predict.inputs.tables import TableColumns
+from vitx.predict.inputs.tables import TableColumns, read_rows
+from vitx.predict.ledger import Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs import parts
 
@@ -441,3 +444,27 @@ def test_a_table_whose_columns_change_after_it_was_listed_gives_rows_with_the_re
     items = list(read_shard(shard, taken.base, tmp_path / "list", columns))
     assert [item.source for item in items] == IMAGES
     assert [item.copied.to_pylist() for item in items] == [[{"label": None}]] * 6
+
+
+def test_rows_that_are_missing_at_the_end_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow takes some damage for the end."""
+    images = [b"%d" % index for index in range(150)]
+    pq.write_table(pa.table({"image": images}), tmp_path / "a.parquet")
+    shard = Shard("parquet", "a.parquet", 0, 150)
+    assert [image for image, _, _ in read_rows(shard, str(tmp_path), TableColumns())] == images
+    whole = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **named: islice(whole(*given, **named), 2))
+    rows = read_rows(shard, str(tmp_path), TableColumns())
+    assert [image for image, _, _ in islice(rows, 128)] == images[:128]
+    with pytest.raises(OSError, match=r"^22 rows too few at the end of the row group$"):
+        next(rows)
+
+
+def test_row_groups_that_are_not_all_rows_are_damage() -> None:
+    def file(rows: int) -> Any:
+        group = SimpleNamespace(num_rows=2)
+        return SimpleNamespace(metadata=SimpleNamespace(num_rows=rows, num_row_groups=2, row_group=lambda _: group))
+
+    assert tables._row_groups(file(4)) == [(0, 2), (2, 2)]
+    with pytest.raises(OSError, match=r"^its row groups have 4 rows, and the file should have 5$"):
+        tables._row_groups(file(5))
