@@ -1,9 +1,11 @@
 """The calls of the gRPC service without a server: each answer, deadlines, and what leaves the event loop."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,34 @@ def test_models_are_managed_where_that_is_offered_and_as_they_are_on_disk(tiny_b
     on_core(tiny_bundle, use)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is offered on Linux only")
+def test_regions_are_registered_as_they_are_described(tiny_bundle: Bundle) -> None:
+    async def use(core: ServerCore) -> None:
+        async def regions(name: str = "") -> Any:
+            return (await answer(core, "SystemSharedMemoryStatus", name=name)).get("regions", {})
+
+        async def unregister(name: str = "") -> None:
+            assert await answer(core, "SystemSharedMemoryUnregister", name=name) == {}
+
+        for name, offset, size in (("first", 8, 16), ("second", 0, 32), ("third", 0, 4)):
+            given = {"name": name, "key": f"/{block.name}", "offset": offset, "byte_size": size}
+            assert await answer(core, "SystemSharedMemoryRegister", **given) == {}
+        first = {"name": "first", "key": f"/{block.name}", "offset": "8", "byte_size": "16"}
+        assert (await regions()).keys() == {"first", "second", "third"}
+        assert await regions("first") == {"first": first}
+        await unregister("second")
+        assert (await regions()).keys() == {"first", "third"}
+        await unregister()
+        assert await regions() == {}
+
+    block = SharedMemory(create=True, size=64)
+    try:
+        on_core(tiny_bundle, use)
+    finally:
+        block.close()
+        block.unlink()
+
+
 def infer_request(images: Any, *, raw: bool = True, timeout: int = 0, classes: int = 0) -> Any:
     request = message_class("ModelInferRequest")(model_name="tiny", id="17")
     tensor = request.inputs.add(name="images", datatype="UINT8", shape=images.shape)
@@ -196,7 +226,6 @@ def test_many_numbers_are_read_and_many_texts_written_beside_the_event_loop(
     writers: list[int] = []
     here = threading.get_ident()
     real_read, real_write = service.read_on_thread, service.encode_infer_response
-    monkeypatch.setattr(service, "_MANY_NUMBERS", PIXELS)
     monkeypatch.setattr(service, "MANY_TEXTS", 4)
 
     def read(size: int, decode: Callable[[], Any]) -> Any:
@@ -214,11 +243,11 @@ def test_many_numbers_are_read_and_many_texts_written_beside_the_event_loop(
         async def infer(count: int, **options: Any) -> Any:
             return await grpc_calls(core)["ModelInfer"][1](infer_request(images(count), **options), Context())
 
-        for count, raw in ((1, False), (2, True), (2, False)):
+        for count, raw in ((21, False), (22, True), (22, False)):  # 16,384 numbers are between them
             response = await infer(count, raw=raw)
             logits = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(count, -1)
             np.testing.assert_allclose(logits, NumpySession().infer(images(count)), rtol=1e-4, atol=1e-4)
-        assert sizes == [2 * PIXELS]
+        assert sizes == [22 * PIXELS]
         assert set(writers) == {here}
         await infer(2, classes=2)
         assert set(writers) == {here}
