@@ -1,5 +1,6 @@
 """Running a graph on the CPU: in which batches, which tensors, and what a session is asked for."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_what_a_session_is_asked_for(
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     monkeypatch.setattr(execution, "sums_int8_exactly", lambda: exact)
     monkeypatch.setattr(execution, "threads_here", lambda given: threads if given is None else given)
-    opened = {
+    opened: Callable[..., object] = {
         "session": lambda **options: open_session(graph, **options),
         "outputs": lambda **options: next(run_with_outputs(graph, ["x"], IMAGES, **options)),
         "logits": lambda **options: logits_of(graph, IMAGES, **options),

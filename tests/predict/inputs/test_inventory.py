@@ -5,6 +5,7 @@ import io
 import os
 import tarfile
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -191,12 +192,16 @@ def test_versions_are_of_the_file_and_taken_before_it_is_read(tmp_path: Path, mo
     """And a stop ends what a store is asked for."""
     asked: list[tuple[Any, ...]] = []
 
-    def recorded(name: str, result: Any) -> None:
-        monkeypatch.setattr(stores, name, lambda *given: asked.append((name, *given)) or result)
+    def recorded(name: str, result: Callable[[], Any]) -> None:
+        def record(*given: Any) -> Any:
+            asked.append((name, *given))
+            return result()
 
-    recorded("version_of", "5-1")
-    recorded("read_bytes", b"x")
-    monkeypatch.setattr(stores, "open_stream", lambda *given: asked.append(("open_stream", *given)) or io.BytesIO())
+        monkeypatch.setattr(stores, name, record)
+
+    recorded("version_of", lambda: "5-1")
+    recorded("read_bytes", lambda: b"x")
+    recorded("open_stream", io.BytesIO)
     stopped = threading.Event()
     read = Item("a.png", b"x", version="5-1")
     assert read_item(Item("a.png", "/in/a.png"), versions=True, stopped=stopped) == read

@@ -389,7 +389,12 @@ def test_a_pattern_asks_a_store_of_keys_for_those_below_or_for_the_glob(monkeypa
     asked: list[tuple[Any, ...]] = []
     found = {f"b/in{name}": {"type": kind} for name, kind in (("/a.png", "file"), ("2/b.png", "file"))}
     found |= {f"b/in/{name}": {"type": kind} for name, kind in (("c.png", "directory"), (".d.png", "file"))}
-    monkeypatch.setattr(stores, "_look", lambda *given, **options: asked.append((*given, options)) or found)
+
+    def look(*given: Any, **options: Any) -> dict[str, Any]:
+        asked.append((*given, options))
+        return found
+
+    monkeypatch.setattr(stores, "_look", look)
     assert list(stores.expand("keys://b/in/**/*.png")) == ["keys://b/in/a.png"]
     assert list(stores.expand("keys://b/in/*.png")) == ["keys://b/in/a.png"]
     assert asked == [("keys://b/in", "find", {"detail": True}), ("keys://b/in/*.png", "glob", {"detail": True})]

@@ -16,9 +16,11 @@ from bundle_fixture import IMAGE_SIZE, NumpySession
 from server_process import HANG
 from vitx import __version__
 from vitx.core.bundle import Bundle
+from vitx.serve.callbacks import read_on_thread
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc import service
 from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.protocol import encode_infer_response
 from vitx.serve.grpc.service import grpc_calls
 from vitx.serve.models.repository import Repository
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -225,16 +227,15 @@ def test_many_numbers_are_read_and_many_texts_written_beside_the_event_loop(
     sizes: list[int] = []
     writers: list[int] = []
     here = threading.get_ident()
-    real_read, real_write = service.read_on_thread, service.encode_infer_response
     monkeypatch.setattr(service, "MANY_TEXTS", 4)
 
     def read(size: int, decode: Callable[[], Any]) -> Any:
         sizes.append(size)
-        return real_read(size, decode)
+        return read_on_thread(size, decode)
 
     def write(*given: Any) -> Any:
         writers.append(threading.get_ident())
-        return real_write(*given)
+        return encode_infer_response(*given)
 
     monkeypatch.setattr(service, "read_on_thread", read)
     monkeypatch.setattr(service, "encode_infer_response", write)
