@@ -9,8 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 
+from vitx.core import machine
 from vitx.core.errors import CheckFailed, EnvironmentMissing
-from vitx.core.machine import UNSIGNED_REWRITES
 from vitx.core.preprocess import UInt8Array
 from vitx.export.graph import execution
 from vitx.export.graph.execution import logits_in_parts, logits_of, open_session, run_with_outputs
@@ -115,7 +115,7 @@ def test_what_a_session_is_asked_for(
         return real(content, options, **others)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
-    monkeypatch.setattr(execution, "sums_int8_exactly", lambda: exact)
+    monkeypatch.setattr(machine, "sums_int8_exactly", lambda: exact)
     monkeypatch.setattr(execution, "threads_here", lambda given: threads if given is None else given)
     opened: Callable[..., object] = {
         "session": lambda **options: open_session(graph, **options),
@@ -127,7 +127,7 @@ def test_what_a_session_is_asked_for(
         opened(**given)
     for (options, others), fused in zip(asked, (True, True, False), strict=True):
         assert others["providers"] == ["CPUExecutionProvider"]
-        assert others["disabled_optimizers"] == (None if fused else UNSIGNED_REWRITES)
+        assert others["disabled_optimizers"] == (None if fused else ["ReluQuantRewrite", "ClipQuantRewrite"])
         assert options.log_severity_level == 4  # a verdict is raised, not printed
         assert options.intra_op_num_threads == (threads or onnxruntime.SessionOptions().intra_op_num_threads)
         assert entry(options, "session.x64quantprecision") == (None if exact else "1")
