@@ -323,7 +323,8 @@ class Buffers(nn.Module):
 def test_a_network_may_have_no_parameters(tmp_path: Path) -> None:
     pixels = Preprocessing(image_size=8)
     classifier = ImageClassifier(Buffers(lambda logits: logits), pixels).eval()
-    onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "one.onnx")
+    graph = onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "one.onnx")
+    assert [len(graph.graph.input), len(graph.graph.output)] == [1, 1]
 
 
 @pytest.mark.parametrize(
