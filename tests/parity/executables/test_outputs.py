@@ -367,6 +367,12 @@ def test_the_command_judges_both(bundle: Bundle, vitx: Vitx) -> None:
     assert "embedding: 340 of 340 witness images too far" in err
 
 
+def test_a_runtime_that_parity_does_not_know_is_an_error(bundle: Bundle, vitx: Vitx) -> None:
+    code, out, err = vitx("parity", bundle.path, "--runtime", "auto")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: unknown runtime 'auto': ")
+
+
 def test_predict_writes_the_certified_embedding(bundle: Bundle, vitx: Vitx, tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()

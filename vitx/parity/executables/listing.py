@@ -13,7 +13,7 @@ from vitx.parity.executables.witness import Witness, read_witness
 from vitx.runtimes import load_session
 from vitx.runtimes.openvino import IR
 from vitx.runtimes.plan_choice import plans_of
-from vitx.runtimes.requirements import RUNTIMES, why_unusable
+from vitx.runtimes.requirements import find, why_unusable
 from vitx.runtimes.session import Device
 
 INT8, BFLOAT16 = "onnxruntime-int8", "openvino-bf16"
@@ -67,7 +67,7 @@ def verdicts_of_bundle(
 def output_sets(bundle: Bundle, runtime: str) -> tuple[tuple[str, ...], ...]:
     """With which outputs a runtime is judged: logits alone and, where bundle and runtime have them, all others too."""
     outputs = tuple(spec.name for spec in bundle.manifest.outputs)
-    return ((), outputs) if outputs and RUNTIMES[runtime].outputs else ((),)
+    return ((), outputs) if outputs and find(runtime).outputs else ((),)
 
 
 def _judged(
