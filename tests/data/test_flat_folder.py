@@ -1,5 +1,6 @@
 """One folder of images a class: how it is split, that a run keeps its split, and the errors of a newcomer's folder."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from vitx.core.files import write_json
 from vitx.core.run import SPLIT_FILE, RunFolder
 from vitx.data.flat_folder import FolderSplit, ImagesOfSplit, check_outside
 from vitx.data.open import open_images
+from vitx.train.loop.environment import DataRecord
 
 ODD = "[/b] a dog"  # a folder "[" and one in it: paths have brackets and spaces
 
@@ -34,6 +36,29 @@ def test_a_fifth_of_each_class_is_for_evaluation_wherever_the_folder_lies(tmp_pa
     assert all((root / key).read_bytes() == val.read(index) for index, key in enumerate(val.keys))
     moved = photos(tmp_path / "second", {ODD: 12, "cat": 10, "few": 2})
     assert open_images(str(moved), "val").keys == val.keys
+
+
+def test_file_names_that_are_not_utf8_can_be_split_recorded_and_read_again(tmp_path: Path) -> None:
+    """A tar or zip of an old system unpacks to such names; a digest, a split and a certificate are UTF-8."""
+    root = photos(tmp_path / "photos", {"cat\\xff": 10, "dog": 10})
+    try:
+        for number in range(0, 10, 2):
+            (root / "dog" / f"{number}.png").rename(root / "dog" / os.fsdecode(b"\xff%d.png" % number))
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 alone")
+    (root / "dog" / os.fsdecode(b"\xffbad.png")).write_bytes(b"no image")
+    run = tmp_path / "run"
+    run.mkdir()
+    train, val = (open_images(str(root), split, skip_bad=True) for split in ("train", "val"))
+    assert RunFolder(run).images_of(str(root)) == str(root)
+    write_json(run / SPLIT_FILE, FolderSplit.of(train, val))
+    assert sum(key.startswith("dog/\\xff") for key in (*train.keys, *val.keys)) == 5
+    assert any("\\xffbad.png" in each for each in (*train.skipped, *val.skipped))
+    for split, images in (("train", train), ("val", val)):
+        again = open_images(str(run / SPLIT_FILE), split)  # type: ignore[arg-type]
+        assert (again.keys, again.labels.tolist()) == (images.keys, images.labels.tolist())
+        assert again.digest() == images.digest()
+        assert DataRecord.of(again) == DataRecord.of(images)
 
 
 @pytest.mark.parametrize("splits", [("train", "val"), ()])

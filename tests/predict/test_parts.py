@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitx.core.files import sync
+from vitx.core.files import escape_invalid_utf8, sync, unescape_invalid_utf8
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import escape_invalid_utf8
 from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.outputs import parts
@@ -113,6 +112,7 @@ def test_a_name_can_be_told_from_its_text(parts: list[bytes]) -> None:
     name = b"".join(parts)
     text = escape_invalid_utf8(os.fsdecode(name))
     text.encode()
+    assert unescape_invalid_utf8(text) == os.fsdecode(name)
     if re.search(r"\\x[0-9a-f]{2}", text):
         found = re.sub(
             rb"\\(\\|x([0-9a-f]{2}))", lambda m: bytes.fromhex(m[2].decode()) if m[2] else b"\\", text.encode()

@@ -28,6 +28,7 @@ from vitx.core.errors import FULL_DISK, CheckFailed, EnvironmentMissing, InputEr
 from vitx.core.page import fields
 
 _UMASK = threading.Lock()
+_ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 _JSON_PIECE = 4096  # entries of a list: `json.dumps` of a million numbers holds all other threads up for 0.8 s
 
 
@@ -112,6 +113,22 @@ def check_folder(path: Path) -> None:
 def is_utf8(name: str) -> bool:
     """Whether a name is one in UTF-8; of another encoding Python has surrogates in the place of its bytes."""
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def escape_invalid_utf8(name: str) -> str:
+    """A file name with bytes that are not UTF-8 as \\xNN; one that then has a \\xNN has its own backslashes doubled."""
+    if name.isascii() and "\\x" not in name:  # most names, a million times
+        return name
+    doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return doubled if _ESCAPED_BYTE.search(doubled) else name
+
+
+def unescape_invalid_utf8(text: str) -> str:
+    """The file name of which `escape_invalid_utf8` made this text."""
+    if not _ESCAPED_BYTE.search(text):
+        return text
+    single = re.sub(rb"\\(\\|x([0-9a-f]{2}))", lambda m: bytes.fromhex(m[2].decode()) if m[2] else b"\\", text.encode())
+    return single.decode("utf-8", "surrogateescape")
 
 
 def check_file(path: Path, example: str) -> None:

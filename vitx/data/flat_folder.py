@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from vitx.core.errors import InputError
-from vitx.core.files import Record, read_record
+from vitx.core.files import Record, read_record, unescape_invalid_utf8
 from vitx.core.run import SPLIT_FILE
 from vitx.data.folder import (
     CheckSize,
@@ -34,7 +34,9 @@ _LIKE_SPLITS = {"train", "training", "val", "valid", "validation", "test", "test
 
 
 class ImagesOfSplit(Record):
-    """images: their paths below the folder, each class in turn. skipped: those left out, and why."""
+    """images: their paths below the folder, each class in turn, as `escape_invalid_utf8` writes them. skipped: those
+    left out, and why.
+    """
 
     images: tuple[str, ...]
     skipped: tuple[str, ...] = ()
@@ -95,8 +97,9 @@ def open_split_file(path: Path, split: Split) -> ImageSet:
     kept = read_record(path, FolderSplit)
     part: ImagesOfSplit = getattr(kept, split)
     root, numbers = Path(kept.folder), {name: number for number, name in enumerate(kept.class_names)}
-    paths = tuple(root / name for name in part.images)
-    classless = [name for name in part.images if name.partition("/")[0] not in numbers]
+    names = [unescape_invalid_utf8(name) for name in part.images]
+    paths = tuple(root / name for name in names)
+    classless = [name for name in names if name.partition("/")[0] not in numbers]
     if classless or not paths:
         what = f"has {quoted(classless)}, below the folder of no class" if classless else f"has no {split} images"
         raise InputError(f"{path} {what}: restore the file, or train into another --out")
@@ -106,13 +109,16 @@ def open_split_file(path: Path, split: Split) -> ImageSet:
             f"{quoted(missing)} of {path} cannot be found: put the images back, or use other data: with vitx train in "
             "another --out, else with --data"
         )
-    labels = np.array([numbers[name.partition("/")[0]] for name in part.images], np.int64)
+    labels = np.array([numbers[name.partition("/")[0]] for name in names], np.int64)
     return ImageSet(str(path), kept.class_names, part.images, labels, FileReader(paths), part.skipped)
 
 
 def _of_split(root: Path, paths: list[Path], split: Split) -> list[Path]:
     """The images of one class that are in `split`, sorted: the first fifth by a hash of their names, one at least."""
-    by_hash = sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    by_hash = sorted(
+        paths,
+        key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode("utf-8", "surrogateescape")).digest(),
+    )
     evaluated = max(1, round(EVALUATED_SHARE * len(paths)))
     return sorted(by_hash[:evaluated] if split == "val" else by_hash[evaluated:])
 

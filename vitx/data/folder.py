@@ -12,7 +12,7 @@ from unicodedata import normalize
 import numpy as np
 
 from vitx.core.errors import InputError
-from vitx.core.files import is_utf8
+from vitx.core.files import escape_invalid_utf8, is_utf8
 from vitx.core.preprocess import ImageError, decode
 from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split, read_piece
 
@@ -182,10 +182,10 @@ def readable_images(
     return ImageSet(
         name=name,
         class_names=class_names,
-        keys=tuple(path.relative_to(folder).as_posix() for path in paths),
+        keys=tuple(escape_invalid_utf8(path.relative_to(folder).as_posix()) for path in paths),
         labels=np.array([label for _, label in good], dtype=np.int64),
         read=FileReader(paths),
-        skipped=(*bad, *beside),
+        skipped=tuple(escape_invalid_utf8(each) for each in (*bad, *beside)),
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.console import counted
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import Record, read_record, write_json
+from vitx.core.files import Record, escape_invalid_utf8, read_record, write_json
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import escape_invalid_utf8, shown
+from vitx.predict.inputs.stores import shown
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.draft import DraftCheck

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.files import sha256_bytes
+from vitx.core.files import escape_invalid_utf8, sha256_bytes
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.core.urls import is_http
 from vitx.data.image_set import EXTENSIONS
@@ -247,7 +247,7 @@ def read_shard(
     listing: see `names_of`. versions: of tar and Parquet files; of single images `read_item` tells them. What cannot be
     read is an Item with the error for each listed row, or one for the rest of a file whose images were not counted.
     """
-    named = stores.escape_invalid_utf8  # not keys of the user's own: those are valid, and to be found again as they are
+    named = escape_invalid_utf8  # not keys of the user's own: those are valid, and to be found again as they are
     if shard.kind == "images":
         yield from (Item(named(name), stores.join(base, name)) for name in names_of(shard, listing))
         return

@@ -32,7 +32,6 @@ Above = frozenset[tuple[int, int]]
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 # As `glob.escape` writes a character of a pattern that means itself.
 _ESCAPED = re.compile(r"\[([*?[])\]")
-_ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 # Over HTTP: the scheme, who asks, and the host. Of other URLs the user may be a part of the place.
 _USER, _PASSWORD = re.compile(r"(https?://)([^/\s]*@)([^/]*)"), re.compile(r"(://[^/\s:@]*):[^/\s]*@")
 _HOST_WITH_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@[^/]*", re.IGNORECASE)
@@ -92,14 +91,6 @@ def absolute(location: str) -> str:
 def shown(location: str) -> str:
     """What a message or a summary says of it: without password and query, if it is a URL."""
     return without_password(location) if is_url(location) else location
-
-
-def escape_invalid_utf8(name: str) -> str:
-    """A file name with bytes that are not UTF-8 as \\xNN; one that then has a \\xNN has its own backslashes doubled."""
-    if name.isascii() and "\\x" not in name:  # most names, a million times
-        return name
-    doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return doubled if _ESCAPED_BYTE.search(doubled) else name
 
 
 def is_image_name(name: str) -> bool:

@@ -18,10 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from vitx.core.files import rename, sha256_file, sync
+from vitx.core.files import escape_invalid_utf8, rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
-from vitx.predict.inputs.stores import escape_invalid_utf8
 from vitx.predict.ledger import EVERY_ROW, ShardRecord
 from vitx.predict.options import WHOLE, Share
 from vitx.runtimes.session import Float32Array

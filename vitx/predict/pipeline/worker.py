@@ -13,10 +13,11 @@ from typing import TypeVar
 import numpy as np
 
 from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import escape_invalid_utf8
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import Gone, escape_invalid_utf8
+from vitx.predict.inputs.stores import Gone
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
