@@ -219,6 +219,30 @@ def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
     assert again == lowest, "one was left open"
 
 
+def test_a_url_of_this_machine_is_as_its_path(tmp_path: Path) -> None:
+    """fsspec's own listing takes a link to a folder for no folder, its opening waits for pipes."""
+    inside, aside = tmp_path / "in", tmp_path / "aside"
+    for folder, name in ((inside, "a.png"), (aside, "b.png")):
+        folder.mkdir()
+        (folder / name).write_bytes(b"content")
+    (inside / "link").symlink_to(aside)
+    (inside / "loop").symlink_to(inside)
+    (inside / "one.png").symlink_to(aside / "b.png")
+    os.mkfifo(inside / "pipe.png")
+    url = f"file://{inside}"
+    here, there = (sorted(walk_images(place, pytest.fail)) for place in (str(inside), url))
+    assert here == there == [(name, None) for name in ("a.png", "link/b.png", "loop/", "one.png", "pipe.png")]
+    assert sorted(expand(f"{url}/**/*.png")) == [f"file://{name}" for name in sorted(expand(f"{inside}/**/*.png"))]
+    for name, reason in (("pipe.png", "not a regular file"), ("loop/", "a link to one of its own parent folders")):
+        with pytest.raises(ImageError, match=f"^{reason}"):
+            read_bytes(f"{url}/{name}")
+    with pytest.raises(OSError, match=r"pipe\.png' is not a regular file"):
+        open_stream(f"{url}/pipe.png")
+    before = version_of(f"{url}/one.png")
+    os.utime(aside / "b.png", ns=(1, 1))
+    assert before != version_of(f"{url}/one.png") == "7-1"
+
+
 def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
     with pytest.raises(ImageError, match=r"cannot open 'foo://x/a.png': .*foo"):
         read_bytes("foo://x/a.png")

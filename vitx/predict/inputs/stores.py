@@ -34,6 +34,7 @@ _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modif
 _ESCAPED = re.compile(r"\[([*?[])\]")
 # Over HTTP: the scheme, who asks, and the host. Of other URLs the user may be a part of the place.
 _USER, _PASSWORD = re.compile(r"(https?://)([^/\s]*@)([^/]*)"), re.compile(r"(://[^/\s:@]*):[^/\s]*@")
+_OF_THIS_MACHINE = ("file://", "local://")
 _HOST_WITH_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@[^/]*", re.IGNORECASE)
 
 
@@ -51,6 +52,11 @@ class ListedNow(NotListed):
 
 def is_url(location: str) -> bool:
     return "://" in location
+
+
+def local(location: str) -> str:
+    """The path of a `file://` URL, anything else as it is: there fsspec follows no link, and waits for pipes."""
+    return str(remote.remote_filesystem(location)[1]) if location.startswith(_OF_THIS_MACHINE) else location
 
 
 def join(base: str, name: str) -> str:
@@ -111,6 +117,7 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     if location.endswith("/") and not is_http(location):  # perhaps one that `walk_images` did not enter
         raise _folder_problem(location)
     try:
+        location = local(location)
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
     except InputError as error:
         raise ImageError(str(error)) from None  # a URL that nothing here can open is one bad row of a list
@@ -121,6 +128,7 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
 
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
     """Open a tar or Parquet file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
+    location = local(location)
     if not is_url(location):
         try:
             return _opened_file(location)
@@ -151,9 +159,10 @@ def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = Fals
 def version_of(location: str, stopped: threading.Event | None = None) -> str | None:
     """What changes when a file or an object does: size with time or ETag. None: it cannot be told."""
     try:
+        location = local(location)
         if not is_url(location):
-            local = os.stat(location)
-            return f"{local.st_size}-{local.st_mtime_ns}"
+            found = os.stat(location)
+            return f"{found.st_size}-{found.st_mtime_ns}"
         system, path = remote.remote_filesystem(location)
         ask = partial(remote.ask, system, "info", path, stopped=stopped)
         return _entry_version(remote.attempts(ask, "it gives no answer", stopped))
@@ -205,8 +214,9 @@ def _match(names: list[str], parts: list[str], *, beginning: bool = False) -> bo
 
 def _opened(location: str) -> tuple[Any, str]:
     """The file system of a URL, or None for a folder of this machine; and the path in it."""
-    if not is_url(location):
-        return None, absolute(location).rstrip("/")
+    path = local(location)
+    if not is_url(path):
+        return None, absolute(path).rstrip("/")
     system, path = remote.remote_filesystem(location)
     system.invalidate_cache()  # of an earlier listing in this process
     return system, path.rstrip("/")
@@ -219,9 +229,12 @@ def canonical(location: str) -> str:
 
 
 def _lost_host(system: Any, path: str, url: str) -> str:
-    """Scheme and host of a URL if its store's own way to write a `path` leaves the host out, as FTP, HDFS, Azure do."""
+    """Scheme and host of a URL if its store's own way to write a `path` leaves the host out, as FTP, HDFS, Azure do.
+
+    Of a `file://` URL the scheme.
+    """
     if system is None:
-        return ""
+        return next((scheme for scheme in _OF_THIS_MACHINE if url.startswith(scheme)), "")
     told = system._get_kwargs_from_urls
     return "" if told(system.unstrip_protocol(path)) == told(url) else "/".join(url.split("/")[:3])
 
@@ -229,7 +242,7 @@ def _lost_host(system: Any, path: str, url: str) -> str:
 def _location(system: Any, path: str, host: str = "") -> str:
     """host: see `_lost_host`; of Azure it names the container too, `abfs://CONTAINER@ACCOUNT`, as the path does."""
     if system is None:
-        return path
+        return f"{host}{path}"
     container = host.partition("://")[2].partition("@")[0]
     below = path.removeprefix(f"{container}/").lstrip("/")
     return without_user(f"{host}/{below}" if host else str(system.unstrip_protocol(path)))
