@@ -1,6 +1,6 @@
 """`--incremental`: what an input has now, compared with what a run has read of it. Nothing that is gone is removed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -15,18 +15,25 @@ from vitx.predict.summary import Increment
 
 
 def extend_run(
-    ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path, *, written: str = ""
+    ledger: Ledger,
+    run: Run,
+    source: str,
+    columns: TableColumns,
+    shard_size: int,
+    summary: Path,
+    *,
+    is_output: Callable[[str], bool] = lambda name: False,
 ) -> Increment:
     """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed.
 
-    written: `out` of `list_input`.
+    is_output: see `list_input`.
     """
     if run.created:
         shards = [known.shard for known in ledger.shards()]
         images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
         return Increment(new=images + len({shard.location for shard in shards if shard.kind != "images"}))
     out, containers = summary.parent, dict[str, list[Claim]]()
-    contents = list_input(source, ledger, columns, again=True, out=written)
+    contents = list_input(source, ledger, columns, again=True, is_output=is_output)
     new, pending, changed, unchanged, gone = ledger.compare(_read(ledger, out, containers))
     found = {"new": new + pending, "changed": changed, "unchanged": unchanged}
     replaced, added = list[tuple[int, Shard, bool]](), list[Shard]()

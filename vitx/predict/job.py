@@ -20,7 +20,7 @@ from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.inputs.stores import absolute, canonical, is_url
+from vitx.predict.inputs.stores import absolute, canonical, is_url, within
 from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
@@ -31,7 +31,7 @@ from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import STATE, open_ledger, open_run
-from vitx.predict.summary import Increment, PredictionSummary, summarize, summary_name, write_summary
+from vitx.predict.summary import OUTPUT_NAMES, Increment, PredictionSummary, summarize, summary_name, write_summary
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
@@ -82,7 +82,7 @@ def predict(
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
-    written = canonical(str(out) if url is None else url)
+    is_output = within([canonical(place) for place in (str(out), url) if place is not None], OUTPUT_NAMES)
     where = absolute(str(source))  # the next call may be in another folder
     settings: dict[str, Any] = {
         "input": where,
@@ -103,7 +103,7 @@ def predict(
 
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
-        take = partial(take_inventory, where, ledger, options.shard_size, columns, out=written)
+        take = partial(take_inventory, where, ledger, options.shard_size, columns, is_output=is_output)
         run = open_run(ledger, out, settings, take, partial(measure, ledger))
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
@@ -111,7 +111,7 @@ def predict(
             refuse_equal_keys(run.base, (claim.shard for claim in ledger.shards()), options.key)
         increment: Increment | None = None
         if options.incremental:
-            increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path, written=written)
+            increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path, is_output=is_output)
             log(f"predict: {increment}", quiet=quiet)
         elif not has_work and take(None).digest != run.digest:
             raise InputError(

@@ -1,5 +1,6 @@
 """`summary.json`: what was predicted, how fast, and what held it back."""
 
+import re
 from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +15,14 @@ from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import shown
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, Share
+from vitx.predict.outputs.parts import PREDICTIONS
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Performance
 from vitx.predict.pipeline.stages import busiest
 
 SUMMARY = "summary.json"
+# What a run, and the jobs of a --shard, write into the output's folder, beside names that begin with a dot.
+OUTPUT_NAMES = re.compile(rf"(?s){re.escape(PREDICTIONS)}/.*|summary(-[0-9]{{5,}}-of-[0-9]{{5,}})?\.json")
 # What the summary says of the process that wrote it alone.
 OF_THE_PROCESS = ("images_here", "seconds", "images_per_second", "binding", "stages", "runtime", "versions", "created")
 

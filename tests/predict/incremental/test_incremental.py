@@ -11,7 +11,7 @@ import pandas
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, listed_names, tar_of
+from bundle_fixture import LABELS, listed_names
 from cli_fixture import Vitx
 from increments import IMAGES, LABEL, Counting, counts, rows, run, table, tar, ten_images, write
 from vitx.core.bundle import Bundle
@@ -53,30 +53,6 @@ def test_an_image_beside_tar_files_is_no_reason_to_leave_them_out(tiny_bundle: B
     (folder / "preview.png").unlink()
     summary, predicted = run(tiny_bundle, folder, tmp_path / "out")
     assert (summary.images, predicted) == (3, 1)
-
-
-@pytest.mark.parametrize("incremental", [True, False])
-def test_an_output_within_the_pattern_is_no_input(tiny_bundle: Bundle, tmp_path: Path, incremental: bool) -> None:
-    for folder in ("2026", "gone", "out-of-2027"):
-        (tmp_path / "in" / folder).mkdir(parents=True)
-    table(tmp_path / "in" / "2026" / "a.parquet", IMAGES[:3], 2)
-    pattern, out = tmp_path / "in" / "**" / "*.parquet", tmp_path / "in" / "gone" / ".." / "out"
-    first, _ = run(tiny_bundle, pattern, out, incremental=incremental)
-    summary, predicted = run(tiny_bundle, pattern, out, incremental=incremental)
-    assert (summary.sources, summary.images, predicted) == (first.sources, 3, 0)
-    if incremental:
-        table(tmp_path / "in" / "out-of-2027" / "b.parquet", IMAGES[3:4], 1)
-        summary, _ = run(tiny_bundle, pattern, out)
-        assert (counts(summary), summary.images, summary.errors) == ((1, 0, 1, 0), 4, 0)
-
-
-def test_an_output_within_the_pattern_is_no_input_in_a_store(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    memory, folder = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
-    memory.pipe(f"{folder}/a.tar", tar_of({"0.png": IMAGES[0]}))
-    for _ in range(2):
-        given = {"state": tmp_path / "state"}
-        summary, _ = run(tiny_bundle, f"{folder}/**/*", f"{folder}/out/", **given)  # type: ignore[arg-type]  # a URL
-        assert (summary.images, summary.sources["tar"].listed, summary.skipped_names.count) == (1, 1, 0)
 
 
 def test_the_first_run_lists_its_input_once(

@@ -77,16 +77,16 @@ def take_inventory(
     columns: TableColumns = TableColumns(),
     share: Share | None = WHOLE,
     *,
-    out: str = "",
+    is_output: Callable[[str], bool] = lambda name: False,
 ) -> Inventory:
     """List `source`, and make its single images, those of `share` only, the images of the ledger; None: for the digest.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. out: see `list_input`. Raises InputError if there is nothing to predict, for columns of Parquet files
-    that are not clear or cannot go on to the output, or two rows of one key.
+    these by URL. is_output: see `list_input`. Raises InputError if there is nothing to predict, for columns of Parquet
+    files that are not clear or cannot go on to the output, or two rows of one key.
     """
-    found = list_input(source, ledger, columns, out=out)
+    found = list_input(source, ledger, columns, is_output=is_output)
     if columns.key is not None:
         refuse_equal_keys(found.base, found.shards, columns.key)
     count, listed = ledger.number(share)
@@ -102,11 +102,18 @@ def take_inventory(
     return replace(found, shards=shards, digest=digest, skipped=skipped, unread=unread)
 
 
-def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: bool = False, out: str = "") -> Inventory:
+def list_input(
+    source: str,
+    ledger: Ledger,
+    columns: TableColumns,
+    *,
+    again: bool = False,
+    is_output: Callable[[str], bool] = lambda name: False,
+) -> Inventory:
     """List an input, see `take_inventory`: its single images for `Ledger.find`; the shards are of all other files.
 
-    again: it was listed before, and `columns` has the schema that was found then; the images have versions. out: what
-    is written to, `stores.canonical`; its files are left out where a pattern finds them.
+    again: it was listed before, and `columns` has the schema that was found then; the images have versions.
+    is_output: of a name that a pattern finds, whether the run has written it; then it is left out.
     """
     source = source if stores.is_url(source) else source.rstrip("/") or "/"
     containers: list[str] = []
@@ -118,7 +125,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     folder = not (file and is_http(source)) and stores.is_folder(source)
 
     def beside(name: str) -> None:
-        if out and name.startswith(f"{out}/"):
+        if named == "pattern" and is_output(name):
             return
         taken = name.lower().endswith(CONTAINER_NAMES) and not (folder and (name.startswith(".") or "/" in name))
         containers.append(name) if taken else skipped.add(name)

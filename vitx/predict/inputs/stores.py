@@ -12,10 +12,10 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from typing import Any, BinaryIO, cast
 
@@ -226,6 +226,23 @@ def canonical(location: str) -> str:
     """A folder or its URL, as the names that `expand` yields begin below it."""
     system, path = _opened(location)
     return _location(system, path, _lost_host(system, path, location))
+
+
+def within(folders: Iterable[str], names: re.Pattern[str]) -> Callable[[str], bool]:
+    """A function that tells whether a name of `expand` is one of `names` in one of the folders, also by way of a link.
+
+    folders: `canonical` each.
+    """
+    real = lru_cache(maxsize=1024)(os.path.realpath)  # names come folder by folder
+    tops = [f"{folder if is_url(folder) else real(folder)}/" for folder in folders]
+
+    def tells(name: str) -> bool:
+        path = local(name)
+        if not is_url(path):
+            path = os.path.join(real(os.path.dirname(path)), os.path.basename(path))
+        return any(path.startswith(top) and names.fullmatch(path, len(top)) for top in tops)
+
+    return tells
 
 
 def _lost_host(system: Any, path: str, url: str) -> str:
