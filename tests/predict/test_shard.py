@@ -251,6 +251,12 @@ def test_a_number_that_is_no_job_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("shard", [(5, 2), [5, 2], [0, 2], Share(0, 0)])
+def test_a_number_that_is_no_job_is_refused_in_python(shard: Any) -> None:
+    with pytest.raises(ValueError, match=f"of {shard[1]} jobs there is no number {shard[0]}: they are 1 to N"):
+        PredictOptions(shard=shard)
+
+
 def test_ray_has_its_own_way_to_share(tiny_bundle: Bundle, photos: Path, tmp_path: Path, vitx: Vitx) -> None:
     arguments = ("predict", tiny_bundle.path, photos, "--out", tmp_path / "out", "--shard", "1/2", "--ray")
     code, _, err = vitx(*arguments)

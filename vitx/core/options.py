@@ -109,8 +109,8 @@ def comma_separated(given: Any) -> Any:
 
 
 def number_range(given: Any) -> Any:
-    """'4' → (4, 4), '2:8' or (2, 8) → (2, 8), anything else as it is; raise ValueError unless 1 ≤ least ≤ most."""
-    if isinstance(given, tuple) and len(given) == 2:
+    """'4' → (4, 4), '2:8' or two numbers → (2, 8), anything else as it is; raise ValueError unless 1 ≤ least ≤ most."""
+    if isinstance(given, (tuple, list)) and len(given) == 2:
         given = f"{given[0]}:{given[1]}"
     if not isinstance(given, str):
         return given

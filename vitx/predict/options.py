@@ -41,8 +41,8 @@ WHOLE = Share(1, 1)
 
 
 def _parse_share(given: Any) -> Any:
-    """'3/32' or (3, 32) → Share(3, 32), anything else as it is; raise ValueError unless 1 ≤ I ≤ N."""
-    if isinstance(given, tuple) and len(given) == 2:
+    """'3/32' or two numbers → Share(3, 32), anything else as it is; raise ValueError unless 1 ≤ I ≤ N."""
+    if isinstance(given, (tuple, list)) and len(given) == 2:
         given = f"{given[0]}/{given[1]}"
     if not isinstance(given, str):
         return given
