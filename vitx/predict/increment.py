@@ -42,9 +42,9 @@ def extend_run(
         done = [one.id for one in known if one.kept]
         versions = {version for number in done for version in read_column(out, number, VERSION)}
         # Of a file whose parts have no row nothing is known. One may have changed before it was read.
-        unread = len(done) == len(known) and not versions
-        same_rows = _rows(one.shard for one in known) == _rows(units)
-        differs = versions - {version_of(join(run.base, location))} or unread or not same_rows
+        rows, rows_now = _rows(one.shard for one in known), _rows(units)
+        unread = len(done) == len(known) and not versions and (rows_now or not known)
+        differs = versions - {version_of(join(run.base, location))} or unread or rows != rows_now
         if differs:
             # Parquet may have more row groups than before, or fewer: the others become parts without rows.
             added += units[len(known) :]

@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import pandas
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -197,6 +198,36 @@ def test_a_parquet_file_is_done_anew_with_more_row_groups_or_fewer(
     run(tiny_bundle, source, tmp_path / "whole")
     assert rows(out) == rows(tmp_path / "whole")
     assert counts(run(tiny_bundle, source, out)[0]) == (0, 0, 2, 0)
+
+
+@pytest.mark.parametrize("row_groups", [0, 1])
+def test_a_parquet_file_that_loses_all_its_rows_is_changed_and_not_gone(
+    tiny_bundle: Bundle, tmp_path: Path, row_groups: int
+) -> None:
+    source, out = tmp_path / "?.parquet", tmp_path / "out"
+    table(tmp_path / "a.parquet", IMAGES[:4], 2)
+    table(tmp_path / "b.parquet", IMAGES[:2], 2)
+    run(tiny_bundle, source, out)
+
+    def empty(path: Path) -> None:
+        file = pa.BufferOutputStream()
+        with pq.ParquetWriter(file, pq.read_schema(path)) as writer:
+            for _ in range(row_groups):
+                writer.write_table(pq.read_table(path)[:0])
+        write(path, file.getvalue().to_pybytes())
+
+    empty(tmp_path / "a.parquet")
+    for counted in ((0, 1, 1, 0), (0, 0, 2, 0)):
+        assert counts(run(tiny_bundle, source, out)[0]) == counted
+        assert list(rows(out)) == [f"{tmp_path}/b.parquet/{row:07d}" for row in (0, 1)]
+    empty(tmp_path / "b.parquet")
+    with pytest.raises(
+        InputError, match=r"has no images: none of its Parquet files, such as .*/[ab]\.parquet, has a row$"
+    ):
+        run(tiny_bundle, source, out)
+    table(tmp_path / "a.parquet", IMAGES[:1], 2)
+    assert counts(run(tiny_bundle, source, out)[0]) == (0, 2, 0, 0)
+    assert list(rows(out)) == [f"{tmp_path}/a.parquet/0000000"]
 
 
 def test_a_file_that_becomes_unreadable_and_readable_again(tiny_bundle: Bundle, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def list_input(
             skipped.add(name)
         containers = []
     units, schema, refused = list_tables(base, sorted(containers), columns, again=again)
-    if not units and not count:
+    if not count and all(unit.count == 0 for unit in units):
         if containers:
             raise InputError(f"'{source}' has no images: none of its Parquet files, such as {containers[0]}, has a row")
         known = ", ".join(sorted(EXTENSIONS))
