@@ -275,7 +275,10 @@ def test_two_colons_are_no_chain_of_stores(monkeypatch: pytest.MonkeyPatch, tmp_
     assert remote.remote_filesystem("http://[::1]:80/a.png")[1] == "http://[::1]:80/a.png"
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.png", b"in it")
+        archive.writestr("in/b.png", b"in a folder of it")
     assert read_bytes(f"zip://a.png::file://{tmp_path}/a.zip") == b"in it"
+    folder = f"zip://in::file://{tmp_path}/a.zip"
+    assert [read_bytes(join(folder, name)) for name, _ in walk_images(folder, print)] == [b"in a folder of it"]
 
 
 class Tree:

@@ -34,6 +34,8 @@ _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modif
 _ESCAPED = re.compile(r"\[([*?[])\]")
 # Over HTTP: the scheme, who asks, and the host. Of other URLs the user may be a part of the place.
 _USER, _PASSWORD = re.compile(r"(https?://)([^/\s]*@)([^/]*)"), re.compile(r"(://[^/\s:@]*):[^/\s]*@")
+# A folder of an archive, and the archive that it is in.
+_CHAIN = re.compile(r"(.*?://.*?)(::[a-z0-9_]+://.*)", re.DOTALL)
 _OF_THIS_MACHINE = ("file://", "local://")
 _HOST_WITH_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@[^/]*", re.IGNORECASE)
 
@@ -69,7 +71,9 @@ def join(base: str, name: str) -> str:
         host = host_of(base) if "@" in base else ""
         told = without_user(host)
         return f"{host}{name.removeprefix(told)}" if host and f"{name}/".startswith(f"{told}/") else name
-    return f"{base.rstrip('/')}/{name}"
+    chain = _CHAIN.match(base) if "::" in base else None
+    folder, behind = chain.groups() if chain else (base, "")
+    return f"{folder.rstrip('/')}/{name}{behind}"
 
 
 def host_of(url: str) -> str:
