@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,19 @@ def test_a_parquet_file_that_loses_all_its_rows_is_changed_and_not_gone(
     table(tmp_path / "a.parquet", IMAGES[:1], 2)
     assert counts(run(tiny_bundle, source, out)[0]) == (0, 2, 0, 0)
     assert list(rows(out)) == [f"{tmp_path}/a.parquet/0000000"]
+
+
+def test_rows_that_name_an_image_have_the_version_of_their_file_or_none(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """An archive tells no time: with those of the images the file would be another one each time."""
+    write(tmp_path / "0.png", IMAGES[0])
+    named = pa.array([{"path": f"{tmp_path}/0.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    pq.write_table(pa.table({"image": named}), tmp_path / "a.parquet")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(tmp_path / "a.parquet", "in/a.parquet")
+    for new in ((1, 0, 0, 0), (0, 0, 1, 0)):
+        summary, _ = run(tiny_bundle, f"zip://in::file://{tmp_path}/a.zip", tmp_path / "out")
+        assert counts(summary) == new
+    assert rows(tmp_path / "out") == {"a.parquet/0000000": LABEL[0]}
 
 
 def test_a_file_that_becomes_unreadable_and_readable_again(tiny_bundle: Bundle, tmp_path: Path) -> None:

@@ -287,12 +287,17 @@ def read_shard(
         yield Item(named(f"{shard.location}/{lost:07d}"), reason, version=version)
 
 
-def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:
-    """Return the image with its bytes, or with the reason why they cannot be read."""
+def read_item(
+    item: Item, *, versions: bool = False, single: bool = True, stopped: threading.Event | None = None
+) -> Item:
+    """Return the image with its bytes, or with the reason why they cannot be read.
+
+    single: false if a Parquet file names it, whose version is that of the row, or tells none.
+    """
     if not isinstance(item.source, str):
         return item
     source = item.source
-    if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
+    if versions and single:  # before it is read: what changes meanwhile has another version then
         item = item._replace(version=stores.version_of(source, stopped))
     try:
         return item._replace(source=stores.read_bytes(source, stopped))

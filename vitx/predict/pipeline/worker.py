@@ -146,8 +146,12 @@ class Worker:
                 futures = (self._pools[stage].submit(function, value) for value in values)
                 return (future.result() for future in ahead(futures, depth, f"{stage}-ahead"))
 
-            one = partial(read_item, versions=self.job.options.incremental, stopped=stopped)
-            read_one, decode_one = partial(self._each, "read", one), partial(self._each, "decode", self._decoded)
+            def read_one(given: Images) -> Images:
+                single = given[0].claim.shard.kind == "images"
+                one = partial(read_item, versions=self.job.options.incremental, single=single, stopped=stopped)
+                return self._each("read", one, given)
+
+            decode_one = partial(self._each, "decode", self._decoded)
             read = mapped("read", read_one, self._slices(claims, stopped), max(per_batch, self.job.read_threads))
             # One less: the thread itself holds a slice while the queue is full.
             decoded = mapped("decode", decode_one, read, BATCHES_AHEAD * per_batch - 1)
