@@ -20,7 +20,7 @@ from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.inputs.stores import absolute, canonical, is_url, within
+from vitx.predict.inputs.stores import absolute, canonical, is_url, shown, within
 from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
@@ -115,7 +115,7 @@ def predict(
             log(f"predict: {increment}", quiet=quiet)
         elif not has_work and take(None).digest != run.digest:
             raise InputError(
-                f"images were added to '{where}' or removed since it was predicted: choose another folder, or "
+                f"images were added to '{shown(where)}' or removed since it was predicted: choose another folder, or "
                 f"{options.share.anew}"
             )
         for number, _, record in ledger.records() if options.strict else ():

@@ -11,16 +11,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import colour_image, png, tar_of
+from bundle_fixture import NumpySession, colour_image, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
-from vitx.predict import PREDICTIONS
+from vitx.core.errors import InputError
+from vitx.predict import PREDICTIONS, PredictOptions, predict
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.stores import join, without_user
 
 USERS = ("bob:s3cr3t", "bob:other")
 FILES = {f"{index}.png": png(colour_image(index, np.random.default_rng(index))) for index in range(4)}
 FILES |= {"a.tar": tar_of(FILES), "notes.txt": b"", "list.txt": b"0.png\n1.png\n"}
+# Of files that are not there, of no image, and a list that is none.
+PAGES = {
+    "lost": b'<a href="/lost/x.tar">x</a><a href="/lost/x.parquet">x</a>',
+    "empty": b'<a href="/empty/x.dat">x</a>',
+    "zero.txt": b"a\0b",
+}
 
 
 class Guarded(BaseHTTPRequestHandler):
@@ -32,13 +39,13 @@ class Guarded(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.strip("/")
         page = b"".join(b'<a href="/%s">x</a>' % one.encode() for one in FILES)
-        data = (FILES | {"": page}).get(name)
+        data = (FILES | PAGES | {"": page}).get(name)
         known = [f"Basic {base64.b64encode(user.encode()).decode()}" for user in USERS]
         allowed = self.headers.get("Authorization") in known
         status = 404 if data is None else 500 if name == "3.png" else 200 if allowed else 401
         data = data if data and status == 200 else b""
         self.send_response(status)
-        self.send_header("Content-Type", "application/octet-stream" if name else "text/html")
+        self.send_header("Content-Type", "text/html" if name in ("", "lost", "empty") else "application/octet-stream")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command == "GET":
@@ -77,6 +84,32 @@ def test_no_password_is_written_and_another_goes_on(
     assert not any("bob" in f"{row['path']} {row['error']}" for row in rows)
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or not any(user[4:].encode() in path.read_bytes() for user in USERS), path
+
+
+def test_no_reason_of_a_row_has_the_password(tiny_bundle: Bundle, tmp_path: Path, host: str) -> None:
+    """fsspec's error about a file that is not there is its URL."""
+    options = PredictOptions(max_error_rate=1)
+    predict(tiny_bundle, NumpySession(), f"http://{USERS[0]}@{host}/lost/", tmp_path / "out", options, quiet=True)
+    rows = pq.read_table(tmp_path / "out" / PREDICTIONS).to_pylist()
+    assert [row["path"] for row in rows] == ["x.parquet", "x.tar"]
+    assert all(row["error"].endswith(f": http://{host}/lost/{row['path']}") for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty/", "empty/' holds no image"),
+        ("zero.txt", "line 1 of '.*zero.txt' has a zero byte"),
+        ("*.foo", "foo' names no image"),
+        ("nothing/*.png", "cannot list the folder '.*nothing': "),
+    ],
+)
+def test_no_error_in_python_has_the_password(
+    tiny_bundle: Bundle, tmp_path: Path, host: str, name: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        predict(tiny_bundle, NumpySession(), f"http://{USERS[0]}@{host}/{name}", tmp_path / "out", quiet=True)
+    assert "s3cr3t" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def list_input(
     is_output: of a name that a pattern finds, whether the run has written it; then it is left out.
     """
     source = source if stores.is_url(source) else source.rstrip("/") or "/"
+    where = stores.shown(source)
     containers: list[str] = []
     # The first tar or Parquet file that is skipped for its place.
     below: list[str] = []
@@ -143,7 +144,7 @@ def list_input(
     if count and folder:
         if containers and again and any(ledger.shards("kind IN ('tar', 'parquet')")):
             raise InputError(
-                f"'{source}' had tar or Parquet files alone, and now has images beside them: move those away, or name "
+                f"'{where}' had tar or Parquet files alone, and now has images beside them: move those away, or name "
                 "the files by a pattern from the first run on"
             )
         for name in containers:
@@ -152,15 +153,15 @@ def list_input(
     units, schema, refused = list_tables(base, sorted(containers), columns, again=again)
     if not count and all(unit.count == 0 for unit in units):
         if containers:
-            raise InputError(f"'{source}' has no images: none of its Parquet files, such as {containers[0]}, has a row")
+            raise InputError(f"'{where}' has no images: none of its Parquet files, such as {containers[0]}, has a row")
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
-        more = "".join(f"; {name} is below it: name such files by a pattern, '{source}/**/*'" for name in below)
-        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too{more}")
+        more = "".join(f"; {name} is below it: name such files by a pattern, '{where}/**/*'" for name in below)
+        raise InputError(f"'{where}' {kind} no image: looked for {known}, in subfolders too{more}")
     if units and len(refused) == len(units) and not count:
         raise refused[0]
     if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
-        others = f"'{source}' has others too, or a folder that cannot be listed"
+        others = f"'{where}' has others too, or a folder that cannot be listed"
         raise InputError(f"--key {columns.key} is of Parquet files, and {others}: predict those apart")
     return Inventory(base, tuple(units), source=named, skipped=skipped, schema=schema)
 
@@ -203,6 +204,7 @@ def _images_of(names: Iterable[str], beside: Callable[[str], None]) -> Iterator[
 
 def _lines(source: str) -> Iterator[str]:
     number = length = 0
+    shown = stores.shown(source)
     try:
         # utf-8-sig: some editors begin a file with a mark of its encoding.
         content = stores.open_stream(source) if stores.is_url(source) else open(source, "rb")  # noqa: SIM115 - or a pipe
@@ -211,18 +213,18 @@ def _lines(source: str) -> Iterator[str]:
                 length += len(line)
                 if "\0" in line:
                     raise InputError(
-                        f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
+                        f"line {number} of '{shown}' has a zero byte, which no path has: expected one path a line, in "
                         "UTF-8 (a list in UTF-16 has to be converted)"
                     )
                 if len(line) == MAX_LINE or length > MAX_LIST:
                     raise InputError(
-                        f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
+                        f"line {number} of '{shown}' ends behind {MAX_LINE:,} characters, or the list behind "
                         f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
                     )
                 if path := line.rstrip("\r\n"):
                     yield path
     except OSError as error:
-        where = f"the list '{source}' beyond line {number}"
+        where = f"the list '{shown}' beyond line {number}"
         raise EnvironmentMissing(
             f"cannot read {where}: {error}; nothing was begun: run the same command again"
         ) from None

@@ -26,6 +26,8 @@ MAX_IMAGE_BYTES = 4 * MAX_PIXELS
 BLOCK_BYTES = 4 << 20
 # Characters of a store's error that go into a row.
 MAX_REASON = 300
+# What asking again does not change.
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 # Seconds to wait before the second and the third attempt.
 REMOTE_WAITS = (0.2, 1.0)
 # Seconds for an image, a block or a question; for the listing of a folder, each page of which fsspec's packages limit;
@@ -132,8 +134,8 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
         # Each store raises its own library's errors. Whatever it is, it becomes the text of a row.
         except Exception as error:  # noqa: BLE001
             cause = error.__cause__
-            if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)) and not _is_http_error(cause):
-                raise cause if isinstance(cause, PermissionError) else error from None
+            if isinstance(error, FINAL) and not _is_http_error(cause):
+                raise _without_password(cause if isinstance(cause, PermissionError) else error) from None
             # Hugging Face's and Azure's packages have errors of their own for what is not there or may not be read.
             final = getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404, 410)
             if wait is None or final or time.monotonic() > end:
@@ -145,6 +147,12 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
                 raise ImageError(f"{problem}: {type(shown).__name__}: {text}") from None
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _without_password(error: OSError) -> OSError:
+    """The error, or one of its kind without the password in the URL that it quotes, as fsspec's of a lost file does."""
+    text = without_password(str(error))
+    return error if text == str(error) else next(kind for kind in FINAL if isinstance(error, kind))(text)
 
 
 def _lacks_files(error: BaseException | None) -> bool:
