@@ -348,7 +348,7 @@ def test_what_was_tuned_for_the_processor_is_not_taken_on_a_gpu(
         asked.append(threads)
         return Sleeper(0.0)
 
-    monkeypatch.setattr(request, "load_session", load)
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", load)
     found = request.BenchRequest(tiny_bundle, None, runtime, device, None).load_test(
         rates=(), scenarios=(), max_batch=2, instances=None, seconds=1, p99=1
     )
@@ -378,7 +378,7 @@ def test_instances_share_the_cores_as_they_do_in_the_server(
         asked.append(threads)
         return Sleeper(0.0)
 
-    monkeypatch.setattr(request, "load_session", load)
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", load)
     tuned = Setting(instances=5, threads=7, batch_size=1, images_per_second=1, median_ms=1)
     monkeypatch.setattr("vitx.runtimes.instances.tuned_setting", lambda bundle, name: tuned)  # and is not asked for
     monkeypatch.setattr("vitx.runtimes.instances.usable_cores", lambda: 7)

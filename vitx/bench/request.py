@@ -21,10 +21,10 @@ from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_for_callers, runs_on_cpu, serving_setting
+from vitx.runtimes.instances import serving_setting
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Session, device_name, image_shape
-from vitx.serve.models.loading import fitted, measure_curve
+from vitx.serve.models.loading import fitted, load_warm, measure_curve
 from vitx.serve.options import ServeOptions
 
 
@@ -137,7 +137,8 @@ class BenchRequest:
         batching = ServeOptions(max_batch=max_batch, instances=count).batching
         shape = image_shape(self.bundle)
         images = random_images(max(max_batch, 64), shape)
-        with load_for_callers(partial(self._load, name), count, threads, on_cpu=runs_on_cpu(name, device)) as session:
+        with ExitStack() as opened:
+            session = load_warm(self.bundle, batching, opened, device=device, threads=threads, runtime=name)
             batching = fitted(batching, session)
             curve = measure_curve(session, shape, batching)
             settings = ScenarioSettings(batching, seconds, p99, curve, session.under_load.infer)
