@@ -6,6 +6,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from vitx.core.bundle import Bundle
+from vitx.core.console import log
 from vitx.core.latency import Setting
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import UInt8Array
@@ -150,7 +151,17 @@ def load_instances(load: Callable[[], Session], instances: int, threads: int | N
 
 
 def tuned_setting(bundle: Bundle, runtime: str) -> Setting | None:
-    """The best setting that `vitx bench --tune` found for this machine; None if it has not run here on this runtime."""
+    """The best setting that `vitx bench --tune` found for this machine; None if it has not run here on this runtime.
+
+    Where it ran on another one, which is the only one that is kept, the log says so.
+    """
     latency = bundle.latency()
     tuning = latency.tuning if latency else None
-    return tuning.best if tuning and tuning.runtime.get("runtime") == reported_name(runtime) else None
+    if tuning is None:
+        return None
+    tuned = tuning.runtime.get("runtime")
+    if tuned == reported_name(runtime):
+        return tuning.best
+    name, again = bundle.manifest.name, f"`vitx bench --tune --runtime {runtime}`"
+    log(f"vitx: '{name}' was tuned in {tuned} and not in {runtime}, for which {again} finds the setting")
+    return None
