@@ -14,7 +14,7 @@ from vitx.bench.closed_loop import bench, bench_bundle, bench_together, checked_
 from vitx.bench.timing import Lane, Probe
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.latency import GraphCost, LatencyPoint, Roof, Setting, Tuning
+from vitx.core.latency import GraphCost, Latency, LatencyPoint, Roof, Setting, Tuning
 from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import Session
@@ -283,3 +283,21 @@ def test_the_tuning_stays_and_a_damaged_record_is_found_first(
     with pytest.raises(CheckFailed, match="damaged"):
         bench_bundle(tiny_bundle, {"a": Known(seen, 1, 0.5)})
     assert seen == []
+
+
+def test_a_tuning_that_ends_during_a_sweep_stays(
+    seen: Seen, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting(instances=1, threads=1, batch_size=1, images_per_second=1, median_ms=1)
+    tuning = Tuning(best=setting, tried=(setting,), runtime={}, created="2026-01-01")
+
+    def tuned_meanwhile(lanes: list[Lane], *, quiet: bool) -> None:
+        tiny_bundle.record_latency(
+            Latency(runtime={}, machine=describe_machine(), points=(), tuning=tuning, created="")
+        )
+
+    monkeypatch.setattr(closed_loop, "warm_up", tuned_meanwhile)
+    measured = bench_bundle(tiny_bundle, {"a": Known(seen, 1, 0.5)}, batch_sizes=(1,))["a"]
+    kept = tiny_bundle.latency()
+    assert kept == measured
+    assert measured.tuning == tuning

@@ -87,7 +87,8 @@ def bench_bundle(
     image: an encoded image; every call then starts with decoding it, once for each row of the batch.
     Raises InputError for batch sizes below 1 and for `seconds` that are not positive and finite.
     """
-    sizes, known = checked_sizes(batch_sizes, seconds), bundle.latency()
+    sizes = checked_sizes(batch_sizes, seconds)
+    bundle.latency()  # raises for a damaged record, to which nothing could be added afterwards
     # `fixed_seconds` needs two batch sizes. Where one was asked for, a second is measured and not reported.
     measured = sizes if len(sizes) > 1 else tuple(sorted({sizes[0], sizes[0] // 2 or 2}))
     with ExitStack() as opened:
@@ -100,7 +101,8 @@ def bench_bundle(
             )
         warm_up(meter.lanes, quiet=quiet)
         take_turns(meter.lanes, seconds, meter.probes, quiet=quiet)
-    machine, now = describe_machine(), timestamp()
+    # Only now: a tuning may have ended meanwhile.
+    machine, now, known = describe_machine(), timestamp(), bundle.latency()
     latencies = {
         name: Latency(
             runtime=meter.sessions[name].describe(),
