@@ -234,28 +234,33 @@ def measure_curve(session: Session, shape: Sequence[int], batching: Batching) ->
 
     shape: of one image. For half of the time sizes are added from the smallest up, so that of a slow model at least the
     small ones are measured. Then each gets as much time as the others, the smaller ones in more calls. The first call
-    of a size allocates, compiles or chooses algorithms: it counts only where there was no time for another.
+    of a size allocates, compiles or chooses algorithms, and may take a hundred times as long as the next: it counts
+    only where there was no time for another. Several instances run once before that, most of them for the first time.
     """
     images, several = np.zeros((batching.max_batch, *shape), dtype=np.uint8), session.under_load
     taken: dict[int, list[float]] = {}
-    start = time.perf_counter()
     with ThreadPoolExecutor(batching.instances) as callers:
 
         def measured(rows: int) -> list[float]:
             """Seconds of one batch on each instance."""
             return list(callers.map(_seconds_of, [several] * batching.instances, repeat(images[:rows])))
 
+        if batching.instances > 1:
+            measured(1)
+        start = time.perf_counter()
         sizes = {2**exponent for exponent in range(batching.max_batch.bit_length())} | {*batching.preferred}
         for rows in sorted({min(size, batching.max_batch) for size in (*sizes, batching.max_batch)}):
-            expected = min(taken[max(taken)]) * rows / max(taken) if taken else 0.0
-            if taken and time.perf_counter() + expected > start + _SECONDS / 2:
+            each = min((min(times) / size for size, times in taken.items()), default=0.0)
+            if taken and time.perf_counter() + rows * each > start + _SECONDS / 2:
                 break
             taken[rows] = measured(rows)
-        while few := [rows for rows, times in taken.items() if len(times) <= _CALLS * batching.instances]:
-            rows = min(few, key=lambda rows: sum(taken[rows]))
+        few = [*taken]
+        while few := [rows for rows in few if len(taken[rows]) <= _CALLS * batching.instances]:
+            rows = min(few, key=lambda rows: sum(taken[rows][batching.instances :]))
             if time.perf_counter() + min(taken[rows]) > start + _SECONDS:
-                break
-            taken[rows] += measured(rows)
+                few.remove(rows)  # and a smaller one may fit
+            else:
+                taken[rows] += measured(rows)
     counted = {rows: times[batching.instances :] or times for rows, times in taken.items()}
     medians = {rows: float(np.median(times)) for rows, times in counted.items()}
     if several is not session:  # one image is mostly alone, and planned so; sizes are chosen by the least times
