@@ -144,11 +144,15 @@ while True:
     assert signal.getsignal(number) is before
 
 
-def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_study_in_use_is_refused(tmp_path: Path, finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where runs have finished: study.json, which is written for each, is that of the study that trains."""
+    if finished:
+        monkeypatch.setattr(Trial, "history", lambda _trial, _study: [])
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="is in use: another study trains there"):
-            list(Commands(tmp_path, 1).run(trials("any")))
+            next(Commands(tmp_path, 1).run(trials("any")))
 
 
 def write_epochs(run: RunFolder, history: list[dict[str, Any]]) -> None:

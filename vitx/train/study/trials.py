@@ -105,13 +105,12 @@ class Runner:
 
         On SIGTERM and Ctrl-C the runs under way save and end, and TrainingStopped is raised.
         """
-        waiting = [trial for trial in trials if trial.history(self.study) is None]
-        yield from ((trial, None) for trial in trials if trial not in waiting)
-        if not waiting:
-            return
-        # Leaving the pool waits for its threads, and so for the runs, which `_stop` has asked to save and end.
+        # Leaving the pool waits for its threads, and so for the runs, which `_stop` has asked to save and end. Finished
+        # runs are told under the lock too: study.json is written after each, and is that of the study that has it.
         with _study_lock(self.study) as lock, signals_to(_stop), ThreadPoolExecutor(self.jobs) as pool:
+            waiting = [trial for trial in trials if trial.history(self.study) is None]
             try:
+                yield from ((trial, None) for trial in trials if trial not in waiting)
                 futures = {pool.submit(self._train, trial, lock): trial for trial in waiting}
                 for future in as_completed(futures):
                     yield futures[future], future.result()
