@@ -182,6 +182,11 @@ def test_a_run_folder_is_not_made_among_the_class_folders(tmp_path: Path) -> Non
     for outside in ("runs/photos", "photos-runs", "photos/.runs/photos"):
         check_outside(images, tmp_path / outside)
     check_outside(replace(images, by_hash=False), tmp_path / "photos" / "run")
+    write_json(tmp_path / SPLIT_FILE, FolderSplit.of(images, images))
+    of_a_run = open_images(tmp_path / SPLIT_FILE, "train")
+    check_outside(of_a_run, tmp_path / "run")
+    with pytest.raises(InputError, match=r"/photos/run' is in '.*/photos', where"):
+        check_outside(of_a_run, tmp_path / "photos" / "run")
 
 
 def test_the_only_image_for_evaluation_that_is_left_out_is_not_the_only_one_of_its_class(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record, unescape_invalid_utf8
-from vitx.core.run import SPLIT_FILE
+from vitx.core.run import SPLIT_FILE, is_split_file
 from vitx.data.folder import (
     CheckSize,
     FileReader,
@@ -59,9 +59,12 @@ class FolderSplit(Record):
 
 
 def check_outside(images: ImageSet, out: Path) -> None:
-    """Raise InputError for a run folder among the class folders of `images`: it has images too, and looks like one."""
-    root, run = (Path(os.path.realpath(path)) for path in (images.name, out))
-    if images.by_hash and run.is_relative_to(root) and not run.relative_to(root).parts[0].startswith("."):
+    """Raise InputError for a folder of runs among the class folders of `images`: runs have images too."""
+    of_run = is_split_file(images.name)
+    folder = read_record(Path(images.name), FolderSplit).folder if of_run else images.name
+    root, run = (Path(os.path.realpath(path)) for path in (folder, out))
+    flat = images.by_hash or of_run
+    if flat and run.is_relative_to(root) and not run.relative_to(root).parts[0].startswith("."):
         raise InputError(
             f"'{out}' is in '{root}', where the next run would take it for a class of images: pass another --out"
         )

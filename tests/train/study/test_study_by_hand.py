@@ -69,6 +69,14 @@ def test_a_study_refuses(tmp_path: Path, image_folder: Path, changes: dict[str, 
     assert str(refused.value) == message
 
 
+def test_a_study_is_not_made_among_the_class_folders(tmp_path: Path, image_folder: Path) -> None:
+    """Its folder would be a class without images, and so the error of each of its runs."""
+    flat = image_folder / "train"
+    with pytest.raises(InputError, match=r"/train/study' is in '.*/train', where the next run would take it for a"):
+        make_study(flat, flat)
+    assert make_study(tmp_path, flat).train_images.class_names == ("class-0", "class-1", "class-2")
+
+
 def test_what_a_study_is_unless_told(tmp_path: Path) -> None:
     study = Study("ablation", "digits-deit", tmp_path / "new", (0,))
     assert (study.data, study.overrides, study.jobs, study.device) == (None, (), 1, "auto")

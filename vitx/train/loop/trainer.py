@@ -155,10 +155,10 @@ class Trainer:
         initial_weights: bool = True,
     ) -> None:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
-        data = run.images_of(recipe.data)
-        check_size = recipe.preprocessing.check_size
+        data, check_size = run.images_of(recipe.data), recipe.preprocessing.check_size
         self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad, check_size=check_size)
-        check_outside(self.train_images, run.path)
+        if not run.exists():
+            check_outside(self.train_images, run.path)
         log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
             self.train_images,

@@ -12,6 +12,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import check_folder, make_folder, read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.run import RunFolder
+from vitx.data.flat_folder import check_outside
 from vitx.data.open import open_splits
 from vitx.train.loop.environment import DataRecord
 from vitx.train.loop.network import build_network, load_initial_weights, model_spec
@@ -61,6 +62,7 @@ class Study:
         self.train_images, self.val_images = open_splits(
             self.base.data, skip_bad=self.skip_bad, check_size=self.base.preprocessing.check_size
         )
+        check_outside(self.train_images, self.out)
 
     def trials(self, variants: Sequence[Variant]) -> list[Trial]:
         """A trial for each seed and variant, seed by seed: a stopped study has every row for its first seeds."""
