@@ -75,7 +75,9 @@ def command(
     again += [] if wandb is None else ["--wandb", wandb]
     again += ["--analysis-every", str(analysis_every)] if analysis_every else []
     # A new run keeps its settings; those that were changed since are not in its recipe.json.
-    again += [word for setting in options.settings for word in ("--set", setting)] if options.resume else []
+    if options.resume:
+        again += [] if options.file is None else ["--recipe", str(options.file)]
+        again += [word for setting in options.settings for word in ("--set", setting)]
     _train(resolved, folder, again, choices, as_json=as_json, prints=prints)
 
 

@@ -81,6 +81,12 @@ def test_a_command_to_resume_has_what_was_changed(
     code, _, said = vitx(*command)
     told = f"vitx train digits-deepvit --out {tmp_path} --resume{' ' * resume}{' '.join(changes * resume)}"
     assert (code, said) == (0, f"stopped by SIGTERM, all is saved: resume with `{told}`\n")
+    file = tmp_path / "changes.toml"
+    file.write_text('execution.parallel = "ddp"\n')
+    code, _, said = vitx(*command[:4], *["--resume"] * resume, "--recipe", file, *changes[2:])
+    told = f"vitx train digits-deepvit --out {tmp_path} --resume"
+    told += f" --recipe {file} {' '.join(changes[2:])}" if resume else ""
+    assert (code, said) == (0, f"stopped by SIGTERM, all is saved: resume with `{told}`\n")
 
 
 def test_changed_settings_are_told_in_their_order() -> None:
