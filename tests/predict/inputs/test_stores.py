@@ -14,12 +14,12 @@ from fsspec import AbstractFileSystem
 
 from bundle_fixture import listed
 from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.files import escape_invalid_utf8
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.inventory import base_of
 from vitx.predict.inputs.stores import (
     absolute,
-    escape_invalid_utf8,
     expand,
     is_folder,
     is_image_name,

@@ -12,9 +12,10 @@ from typing import Any
 
 from vitx.core.console import counted
 from vitx.core.errors import EnvironmentMissing, InputError, naming_extra
+from vitx.core.files import escape_invalid_utf8
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.remote import BlockReader, NotGiven
-from vitx.predict.inputs.stores import escape_invalid_utf8, join, open_stream
+from vitx.predict.inputs.stores import join, open_stream
 from vitx.predict.ledger import Shard
 
 with naming_extra("serve"):
