@@ -205,7 +205,8 @@ def test_versions_are_of_the_file_and_taken_before_it_is_read(tmp_path: Path, mo
     stopped = threading.Event()
     read = Item("a.png", b"x", version="5-1")
     assert read_item(Item("a.png", "/in/a.png"), versions=True, stopped=stopped) == read
-    assert read_item(read._replace(source="/in/a.png"), versions=True, stopped=stopped) == read
+    row = Item("a.png", "/in/a.png", version="its row's")
+    assert read_item(row, versions=True, single=False, stopped=stopped) == row._replace(source=b"x")
     assert read_item(Item("a.png", "/in/a.png"), stopped=stopped) == read._replace(version=None)
     reads = [("read_bytes", "/in/a.png", stopped)]
     assert asked == [("version_of", "/in/a.png", stopped), *reads, *reads, *reads]
