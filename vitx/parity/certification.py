@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, MANIFEST, WITNESS, Bundle, Precision, timestamp
+from vitx.core.bundle import CERTIFICATE, MANIFEST, SIGNATURE, WITNESS, Bundle, Precision, timestamp
 from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
@@ -260,6 +260,8 @@ def record_verdicts(bundle: Bundle, certificate: Certificate, verdicts: Sequence
     known = merged(certificate.executables, verdicts)
     written = certificate.model_copy(update={"subject": bundle.subject(), "executables": known}).sealed()
     write_json(bundle.path / CERTIFICATE, written)
+    if (signature := bundle.path / SIGNATURE).is_file():
+        log(f"warning: '{signature}' was made with the certificate before and does not hold any more: sign it anew")
     for verdict in verdicts:
         if verdict.evidence == "witness set":  # what a load here would find
             keep_verdict(bundle, verdict)

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from vitx.core.bundle import CERTIFICATE, LATENCY, MODEL, SIGNATURE, WITNESS, Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.parity.certification import record_verdicts
 from vitx.parity.signature import _reason, require_signature, sign_bundle
 from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
@@ -64,6 +65,27 @@ def test_the_package_s_own_command_verifies_it(signed: Bundle, keys: Keys) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_new_certificate_needs_a_new_signature_which_the_package_makes(
+    signed: Bundle, keys: Keys, capfd: pytest.CaptureFixture[str]
+) -> None:
+    certificate = signed.require_certificate()
+    record_verdicts(signed, certificate.model_copy(update={"created": "later"}), [])
+    assert "signature.json' was made with the certificate before and does not hold any more" in capfd.readouterr().err
+    with pytest.raises(CheckFailed, match=r"changed: certificate\.json$"):
+        require_signature(signed.path, keys.public)
+    signature = signed.path / SIGNATURE
+    signature.unlink()
+    (signed.path / LATENCY).write_text("{}")
+    command = [sys.executable, "-m", "model_signing", "sign", "key", str(signed.path), "--no-ignore-git-paths"]
+    command += ["--private_key", str(keys.private), "--signature", str(signature)]
+    subprocess.run([*command, "--ignore-paths", str(signed.path / LATENCY)], check=True)
+    require_signature(signed.path, keys.public)
+    signature.unlink()
+    capfd.readouterr()
+    record_verdicts(signed, certificate, [])
+    assert capfd.readouterr().err == ""
 
 
 def test_what_a_killed_writer_left_is_not_signed(signed: Bundle, keys: Keys) -> None:
