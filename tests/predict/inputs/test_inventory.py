@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +20,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import inventory as inventory_module
 from vitx.predict.inputs import remote, stores
-from vitx.predict.inputs.inventory import Inventory, Item, base_of, list_input, read_item, read_shard
+from vitx.predict.inputs.inventory import Inventory, Item, base_of, list_input, named_images, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger, Shard
@@ -397,8 +398,6 @@ def test_a_folder_whose_name_is_not_utf8_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["X", "X/", "X//"])
 def test_a_remote_folder_without_images_gives_its_containers(tmp_path: Path, name: str) -> None:
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     folder = f"/{tmp_path.name}/{name.rstrip('/')}"
     for file in ("b.tar", "A.TGZ", "deep/c.tar", "notes.txt"):
@@ -420,3 +419,30 @@ def test_versions_wait_for_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(names) == ("0", "first")
     names.close()
     assert given[0].is_set()
+
+
+def test_a_source_names_images_files_that_hold_some_or_nothing_that_is_known(tmp_path: Path) -> None:
+    beside: list[str] = []
+    touch(tmp_path, "a.png", "b.tar", "c.doc")
+    named, names = named_images(f"{tmp_path}/a.png", beside.append)
+    assert (named, list(names)) == ("image", ["a.png"])
+    named, names = named_images(f"{tmp_path}/b.tar", beside.append)
+    assert (named, list(names), beside) == ("image", [], ["b.tar"])
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/lone.tar", b"")
+    named, names = named_images("memory://lone.tar", beside.append)
+    memory.rm("/lone.tar")
+    assert (named, list(names), beside) == ("image", [], ["b.tar", "memory://lone.tar"])  # it has no folder
+    with pytest.raises(InputError, match=r"c\.doc' is not a known kind of input: expected a folder, an image"):
+        named_images(f"{tmp_path}/c.doc", beside.append)
+
+
+def test_a_list_may_be_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "list.txt"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("a.png\nb/c.png\n",))
+    writer.start()
+    named, names = named_images(str(pipe), lambda name: None)
+    assert (named, list(names)) == ("list", ["a.png", "b/c.png"])
+    writer.join(timeout=60)
+    assert not writer.is_alive()
