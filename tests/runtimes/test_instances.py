@@ -140,7 +140,7 @@ def test_the_setting_is_the_one_found_for_this_runtime(tmp_path: Path, capsys: p
     assert tuned_setting(bundle, "openvino") is None  # as the server's auto may choose: tuning would be without effect
     assert capsys.readouterr().err == (
         "vitx: 'tiny' was tuned in onnxruntime and not in openvino, for which "
-        "`vitx bench --tune --runtime openvino` finds the setting\n"
+        "`vitx bench BUNDLE --tune --runtime openvino` finds the setting\n"
     )
 
 

@@ -162,6 +162,6 @@ def tuned_setting(bundle: Bundle, runtime: str) -> Setting | None:
     tuned = tuning.runtime.get("runtime")
     if tuned == reported_name(runtime):
         return tuning.best
-    name, again = bundle.manifest.name, f"`vitx bench --tune --runtime {runtime}`"
+    name, again = bundle.manifest.name, f"`vitx bench BUNDLE --tune --runtime {runtime}`"
     log(f"vitx: '{name}' was tuned in {tuned} and not in {runtime}, for which {again} finds the setting")
     return None
