@@ -12,10 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vitx.core.files import escape_invalid_utf8, sync, unescape_invalid_utf8
+from vitx.core.files import sync
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import ShardRecord
@@ -103,23 +101,6 @@ def test_a_name_that_is_not_utf8_is_escaped_in_an_error(out: Path) -> None:
     writer.add(Rows(["a\\xff"], ["no \udce9"], np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)))
     (row,) = pq.read_table(writer.finish().temporary).to_pylist()
     assert (row["path"], row["error"]) == ("a\\xff", "no \\xe9")
-    assert escape_invalid_utf8("plain\\xff") == "plain\\\\xff"
-    assert escape_invalid_utf8("a\\b\\xyz ö") == "a\\b\\xyz ö"
-
-
-@given(st.lists(st.sampled_from([b"\xff", b"\xc3", b"\\", b"x", b"f", b"0", b"a", "ö".encode()]), max_size=9))
-def test_a_name_can_be_told_from_its_text(parts: list[bytes]) -> None:
-    name = b"".join(parts)
-    text = escape_invalid_utf8(os.fsdecode(name))
-    text.encode()
-    assert unescape_invalid_utf8(text) == os.fsdecode(name)
-    if re.search(r"\\x[0-9a-f]{2}", text):
-        found = re.sub(
-            rb"\\(\\|x([0-9a-f]{2}))", lambda m: bytes.fromhex(m[2].decode()) if m[2] else b"\\", text.encode()
-        )
-    else:
-        found = text.encode()
-    assert found == name
 
 
 class Steps:
@@ -253,14 +234,6 @@ def test_leftovers_of_other_jobs_are_theirs(out: Path) -> None:
     remove_leftovers(out, share=Share(2, 3))
     assert names[2] not in {path.name for path in (out / PREDICTIONS).iterdir()}
     assert (out / PREDICTIONS / names[4]).exists()
-
-
-def test_an_ascii_name_is_left_alone_and_one_with_an_escape_is_doubled() -> None:
-    assert escape_invalid_utf8("a\\b/c") == "a\\b/c"
-    assert escape_invalid_utf8("a\\x0g") == "a\\x0g"
-    assert escape_invalid_utf8("a\\xff\\b") == "a\\\\xff\\\\b"
-    assert escape_invalid_utf8("ö\\") == "ö\\"
-    assert escape_invalid_utf8("\udcff\\ö") == "\\xff\\\\ö"
 
 
 def test_a_file_is_whole_on_the_disk_before_it_has_its_name(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from fsspec import AbstractFileSystem
 
 from bundle_fixture import listed
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.files import escape_invalid_utf8
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.inventory import base_of
@@ -188,20 +187,6 @@ def test_too_many_open_files_are_no_fault_of_an_image_or_a_folder(
             EnvironmentMissing, match=r"^cannot open '/in/a\.png': Too many open files; raise the limit"
         ):
             read_bytes("/in/a.png")
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("a.png", "a.png"),
-        ("ä\\.png", "ä\\.png"),
-        ("\udcff\\.png", "\\xff\\\\.png"),
-        ("\\xff\\.png", "\\\\xff\\\\.png"),
-        ("\\xfg.png", "\\xfg.png"),
-    ],
-)
-def test_names_that_are_not_utf8_are_told_apart_from_those_that_look_like_them(name: str, told: str) -> None:
-    assert escape_invalid_utf8(name) == told
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")

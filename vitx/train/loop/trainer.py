@@ -157,7 +157,7 @@ class Trainer:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
         data, check_size = run.images_of(recipe.data), recipe.preprocessing.check_size
         self.train_images, self.val_images = open_splits(data, skip_bad=skip_bad, check_size=check_size)
-        if not run.exists():
+        if not run.exists():  # one that is there goes on wherever it is
             check_outside(self.train_images, run.path)
         log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
