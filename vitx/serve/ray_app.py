@@ -130,8 +130,4 @@ class Replica:
         path = scope["path"].removeprefix(scope["root_path"])
         # A proxy has read the whole body, so that there is nothing to reserve or to hold.
         connection = SimpleNamespace(lost=False, slow=False, reserve=lambda size: None, hold=lambda reading: None)
-        try:
-            await self._routes({**scope, "path": path, "root_path": "", CONNECTION: connection}, receive, send)
-        except asyncio.CancelledError:
-            self._core.metrics.reject("disconnected")
-            raise
+        await self._routes({**scope, "path": path, "root_path": "", CONNECTION: connection}, receive, send)

@@ -25,6 +25,7 @@ def test_second_request_is_answered_alike_without_being_parsed() -> None:
         other = b"b" * len(BODY)
         assert await server.ask([request(other)]) == first[: -len(BODY)] + other
         assert (len(server.app.parsed), server.app.cached) == (1, [BODY, other])
+        assert server.app.cancelled == []  # although each client left after its reply
 
     run(test)
 
@@ -244,7 +245,7 @@ def test_pieces_of_a_body_give_no_time_but_that_of_their_bytes() -> None:
     run(test)
 
 
-def test_shutdown_waits_for_the_answer() -> None:
+def test_shutdown_ends_idle_connections_and_what_is_in_flight() -> None:
     async def test() -> None:
         server = Server()
         await server.ask([request()])
@@ -253,9 +254,12 @@ def test_shutdown_waits_for_the_answer() -> None:
         for _, protocol in (idle, waits):
             protocol.shutdown()
         assert (idle[0].closed, waits[0].closed) == (True, False)
-        server.app.held.pop()()
+        assert server.app.cancelled == [b"h" * len(BODY)]  # an application answers then
+        waits[1].reply(Reply(b"too late", 503), close=True)
         assert b"connection: close\r\n" in waits[0].written
         assert waits[0].closed
+        waits[1].data_received(request())  # as TLS may give it still
+        assert len(server.app.cached) == 1
         for transport, protocol in (idle, waits):
             protocol.connection_lost(None)
             assert transport.closed

@@ -66,6 +66,17 @@ def test_since_the_start_after_a_restart(server: ServerProcess) -> None:
     assert snapshot(younger, replace(now, moment=now.moment - 1))["interval_seconds"] == pytest.approx(1, abs=0.001)
 
 
+def test_since_the_start_where_ray_has_asked_another_replica(server: ServerProcess) -> None:
+    """What one replica ever answered is not what another answered since the reading before."""
+    now = ServerClient(server.url).read()
+    first, second = (
+        replace(now, samples={"vitx_requests_total": {frozenset([("replica", name)]): count}}, moment=now.moment + at)
+        for name, count, at in (("a", 1e6, 0.0), ("b", 2e6, 1.0))
+    )
+    assert snapshot(second, first)["interval_seconds"] == now.stats["uptime_seconds"]
+    assert snapshot(replace(first, moment=now.moment + 2), first)["interval_seconds"] == 2
+
+
 def test_one_snapshot_as_text_and_as_json(server: ServerProcess, vitx: Vitx) -> None:
     with load_on(server, 2):
         code, out, err = vitx("top", server.url, "--json", "--interval", "0.3")

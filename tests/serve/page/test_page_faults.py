@@ -94,6 +94,33 @@ def test_the_model_that_was_chosen_last_is_shown_whichever_answer_comes_last(pag
     page.wait("document.querySelectorAll('.predictions li').length === 4")
 
 
+@pytest.mark.parametrize("how", ["the statistics no longer have the other one", "it was chosen"])
+def test_a_card_that_is_refused_once_is_asked_for_again(page: Browser, how: str) -> None:
+    """Else for ten seconds what stands there, the calls to copy too, is of a model that is not asked."""
+    give(page, "drop", png(colour_image(3, np.random.default_rng(3))))
+    page.wait("document.querySelectorAll('.preview canvas').length === 1")
+    gone = json.dumps(how != "it was chosen")
+    page.run(
+        f"""(() => {{
+          const real = fetch;
+          let refused = false;
+          window.fetch = async (path, options) => {{
+            const stats = {gone} && path === 'v1/stats' && await (await real(path, options)).json();
+            if (stats) stats.models = stats.models.filter((one) => one.name === 'tiny');
+            if (stats) return new Response(JSON.stringify(stats));
+            if (path !== 'v2/models/tiny' || refused) return real(path, options);
+            refused = true;
+            return new Response('{{"error": "more than 1000 connections"}}', {{status: 503}});
+          }};
+        }})()"""
+    )
+    if how == "it was chosen":
+        page.run(CHOOSE.format("tiny"))
+    page.wait(f"{TEXT.format('model-name')} === 'tiny'", 6)
+    page.wait("document.querySelectorAll('.preview canvas').length === 0", 6)  # tiny gives no map
+    page.wait("document.querySelectorAll('.predictions li').length === 4")
+
+
 def test_the_map_follows_the_image_when_the_window_changes(page: Browser) -> None:
     page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=False)
     give(page, "drop", png(np.full((400, 800, 3), 200, np.uint8)))

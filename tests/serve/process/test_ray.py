@@ -384,7 +384,7 @@ def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None
         second.cancel()
         await asyncio.wait([second])
         assert batcher.queued == 0
-        assert b'vitx_rejections_total{model="",reason="disconnected"} 1.0' in core.metrics.exposition()
+        assert b'vitx_rejections_total{model="tiny",reason="disconnected"} 1.0' in core.metrics.exposition()
 
         held.go.set()
         await first

@@ -319,10 +319,11 @@ limits.Limits.__init__ = lambda *given, **named: make(*given, **{"drain_seconds"
 def test_what_is_not_done_when_the_drain_is_over_is_a_503_in_json(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
     with running_server(tiny_bundle.path, "--max-batch", "1", program=SHORT_DRAIN + held_model(gate)) as server:
+        assert [server.request("POST", PATH, body(7))[0] for _ in range(2)] == [200, 200]  # this head is known now
         gate.touch()
         connections = [server.connect() for _ in range(20)]
-        for connection in connections:
-            connection.request("POST", PATH, body(7))
+        for number, connection in enumerate(connections):
+            connection.request("POST", PATH, body(7), {"X-Number": str(number)} if number % 2 else {})
         wait_until(lambda: waiting(server) == 20)
         server.process.send_signal(signal.SIGTERM)
         replies = [connection.getresponse() for connection in connections]
@@ -332,6 +333,28 @@ def test_what_is_not_done_when_the_drain_is_over_is_a_503_in_json(tmp_path: Path
         assert server.process.wait(20) == 0
         assert server.process.stderr is not None
         assert "Traceback" not in server.process.stderr.read()
+
+
+def test_what_has_not_arrived_when_the_drain_is_over_is_a_503_in_json(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    (tmp_path / "token").write_text("a-token-of-the-test")
+    managed = ("--management", "--management-token-file", tmp_path / "token")
+    program = f"{SHORT_DRAIN}from vitx.cli import main; main()"
+    with running_server(tiny_bundle.path, *managed, program=program) as server:
+        clients = [socket.create_connection((server.host, server.port), 60) for _ in range(4)]
+        paths = (PATH, "/v1/classify", "/v2/repository/index", "/v2/repository/models/tiny/load")
+        for client, path in zip(clients, paths, strict=True):
+            given = "Authorization: Bearer a-token-of-the-test\r\nContent-Length: 9"
+            client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{given}\r\n\r\n{{".encode())
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)  # they have been read
+        server.process.send_signal(signal.SIGTERM)
+        replies = [client.makefile("rb").read().partition(b"\r\n\r\n") for client in clients]
+        assert [head.split()[1] for head, _, _ in replies] == [b"503"] * 4
+        assert [json.loads(text) for _, _, text in replies] == [{"error": "the server is shutting down"}] * 4
+        assert server.process.wait(20) == 0
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+        for client in clients:
+            client.close()
 
 
 def test_a_load_does_not_outlive_the_signal(tiny_bundle: Bundle) -> None:

@@ -221,6 +221,19 @@ def test_what_watch_has_loaded_again_is_in_later_workers_too(tmp_path: Path) -> 
         assert statuses(server, "other") == {200}
 
 
+def test_of_what_is_unloaded_watch_brings_the_version_that_changed_to_later_workers_too(tmp_path: Path) -> None:
+    second = write_bundle(tmp_path / "models" / "other" / "2", name="other").path
+    with two_workers(tmp_path, "--watch") as server:
+        assert manage(server, "models/other/unload") == (200, None)
+        os.utime(second / "model.onnx")
+        wait_until(lambda: statuses(server, "other") == {200})
+        replace_worker(server, 2)
+        wait_until(lambda: all(server.metric(f'vitx_requests_total{{worker="{index}"') for index in (0, 1)))
+        assert {tuple(server.json("/v2/models/other")["versions"]) for _ in range(24)} == {("2",)}
+        assert manage(server, "models/other/load") == (200, None)
+        assert {tuple(server.json("/v2/models/other")["versions"]) for _ in range(24)} == {("1", "2")}
+
+
 def test_what_two_workers_note_at_once_is_kept(tmp_path: Path) -> None:
     """One loads a model by `--watch`, which takes no lock, while the other unloads another."""
     first, second = (Siblings(tmp_path, index) for index in (0, 1))
@@ -230,9 +243,9 @@ def test_what_two_workers_note_at_once_is_kept(tmp_path: Path) -> None:
             loading = other.submit(first.note_unloaded, f"loaded-{turn}", is_unloaded=False)
             second.note_unloaded(f"unloaded-{turn}", is_unloaded=True)
             loading.result()
-            lost += [turn] if not first.is_unloaded(f"unloaded-{turn}") else []
+            lost += [turn] if not first.is_unloaded(f"unloaded-{turn}", "1") else []
     assert not lost
-    assert not first.is_unloaded("loaded-0")
+    assert not first.is_unloaded("loaded-0", "1")
 
 
 def test_of_two_workers_with_one_index_the_newer_answers(tmp_path: Path) -> None:

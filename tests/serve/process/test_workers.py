@@ -222,6 +222,36 @@ def test_a_signal_to_the_whole_group_is_the_first_for_each(tiny_bundle: Bundle, 
         end_under_load(server, number, client, refused=None, clients=8, others=workers_of(server))
 
 
+def test_a_signal_to_the_whole_group_while_a_worker_starts_ends_with_zero(tiny_bundle: Bundle) -> None:
+    command = [*COMMAND, str(tiny_bundle.path), "--workers", "2", "--threads", "1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: bool(children.read_text()))
+        worker = Path(f"/proc/{children.read_text().strip()}/maps")
+        wait_until(lambda: "numpy" in worker.read_text())  # it handles a signal, but not yet by draining
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=HANG)
+    assert process.returncode == 0
+
+
+def test_a_configuration_that_only_the_parent_could_read_is_refused(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    """Else the workers would serve without what it says, such as the token."""
+    (tmp_path / "token").write_text("a token of the test")
+    given = f"token_file = '{tmp_path / 'token'}'\nworkers = 2\n"
+    command = [*COMMAND, str(tiny_bundle.path), "--port", "0", "--config", "/dev/stdin"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(given.encode())
+        process.stdin.close()
+        process.stdin = None
+        assert process.stdout is not None
+        if process.stdout.readline():  # it serves
+            process.terminate()
+        told = process.communicate(timeout=HANG)[1].decode()
+    assert told.startswith("error: --config /dev/stdin: cannot be read as TOML: ")
+    assert process.returncode == 2
+
+
 def test_workers_drain_with_their_parent_even_when_it_is_killed(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
         workers = workers_of(server)

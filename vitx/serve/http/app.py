@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.http import asgi
 from vitx.serve.http.asgi import CONNECTION, Hold, OnReply, Reply, StartRequest
 from vitx.serve.http.classify import Classifier
@@ -70,7 +70,7 @@ class App:
 
         found, reply, may_ask = self._find(scope["path"]), None, False
         generation = self._models.enter() if found else None
-        token = CURRENT_RECORD.set(record)  # in which the model is found
+        CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
         try:
             try:
                 check_allowed(scope, self._core, self._hosts)
@@ -80,16 +80,21 @@ class App:
                 else:
                     scope["app"] = self  # else the router would answer itself what it does not find
                     await self._other(scope, receive, observed)
-            except ClientDisconnect:
-                if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
-                    self._metrics.reject("disconnected", record.model or "")
-                return
+            except (ClientDisconnect, asyncio.CancelledError) as ended:
+                connection = scope[CONNECTION]
+                if not ended.args or connection.lost:
+                    if not connection.slow:  # a request that was too slow is already counted as such
+                        self._metrics.reject("disconnected", record.model or "")
+                    if isinstance(ended, asyncio.CancelledError) and not connection.lost:  # by Ray: its client hung up
+                        raise
+                    return
+                over = unavailable("the server is shutting down", "draining")  # uvicorn says why: the drain is over
+                reply = self._error_reply(over, scope["path"], record)
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = self._error_reply(error, scope["path"], record)
             if reply is not None:  # the connection drops what it has not read of the body
                 await asgi.send_reply(observed, reply, close=self._models.leaving)
         finally:
-            CURRENT_RECORD.reset(token)
             if status != CLIENT_GONE:
                 route = found[0] if found else getattr(scope.get("endpoint"), "__name__", "other")
                 seconds = time.monotonic() - record.started if found and may_ask else None
@@ -188,6 +193,9 @@ class App:
 
         def cancel() -> None:
             cancel_work()
+            if not connection.lost:
+                finish(unavailable("the server is shutting down", "draining"))
+                return
             generation.leave()
             if not connection.slow:
                 self._metrics.reject("disconnected", record.model or "")

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.callbacks import awaited, read_on_thread, settle, start_kept
-from vitx.serve.errors import RequestError, too_large, unavailable, unsupported
+from vitx.serve.errors import RequestError, too_large, unsupported
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 from vitx.serve.protocol.inflate import WINDOW, inflated
@@ -139,7 +139,7 @@ async def beside(hold: Hold, size: int, work: Callable[[], T]) -> T:
 
 
 async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord) -> Reply:
-    """The reply that `start` calls back with, once the request was read; cancels it and raises ClientDisconnect."""
+    """The reply that `start` calls back with, once the request was read; cancelled, too, when the client hangs up."""
     connection = scope[CONNECTION]
     if connection.lost:
         raise ClientDisconnect
@@ -148,9 +148,6 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
     connection.on_lost = reply.cancel
     try:
         return await awaited(reply, cancel)
-    except asyncio.CancelledError as error:  # uvicorn says why: the drain is over. Ray: its client has hung up
-        ended = unavailable("the server is shutting down", "draining") if error.args else error
-        raise (ClientDisconnect() if connection.lost else ended) from None
     finally:
         connection.on_lost = None
 

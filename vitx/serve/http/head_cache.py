@@ -19,7 +19,7 @@ from vitx.serve.http.connection import END_OF_HEAD, HttpProtocol
 from vitx.serve.limits import UNCOUNTED_BYTES
 
 # Begins a request: returns what answers it, once its body is there, by calling `HeadCacheProtocol.reply`, now or later;
-# and what cancels it, called if the connection ends before the reply.
+# and what cancels it, called if the connection ends before the reply, or the server, for which it has a last one.
 Answer = Callable[[bytes], object]
 CachedHandler = Callable[["HeadCacheProtocol"], tuple[Answer, Callable[[], object]]]
 
@@ -40,10 +40,9 @@ class HeadCacheProtocol(HttpProtocol):
         self._head: bytes | None = None  # of the request that is being parsed
         self._pieces: list[bytes] = []
         self._replying = False
-        self._close_after_reply = False  # the server shuts down
 
     def data_received(self, data: bytes) -> None:
-        if self._replying:
+        if self._replying or self.transport.is_closing():
             self._wait_with(data)
         elif self._incoming is not None:
             self._collect_body(*self._incoming, data)
@@ -103,7 +102,6 @@ class HeadCacheProtocol(HttpProtocol):
         self.on_lost = None
         if self.transport.is_closing():
             return
-        close = close or self._close_after_reply
         default = lines_of(tuple(self.server_state.default_headers))
         if request_id:
             default += b"x-request-id: %b\r\n" % request_id.encode()
@@ -123,11 +121,11 @@ class HeadCacheProtocol(HttpProtocol):
         return not self._replying and self._incoming is None and super().is_idle()
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server shuts down."""
-        if self._replying or self._incoming is not None:
-            self._close_after_reply = True
-        else:
+        """Called by uvicorn when the server shuts down: a request that is in flight still has had its time."""
+        if not self._replying and self._incoming is None:
             super().shutdown()
+        elif self.on_lost is not None:
+            self.on_lost()
 
 
 def cache_head(scope: Scope, handler: CachedHandler) -> None:

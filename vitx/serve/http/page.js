@@ -10,6 +10,7 @@ const short = (number) => count(+number.toFixed(number < 10 ? 1 : 0));
 const cut = (label) => label.length > 300 ? label.slice(0, 300) + "…" : label;  // a word of 65,536 letters takes a minute
 
 let model = null;  // the one that is chosen
+let shown = null;  // the one whose card stands there, or is asked for
 let seen = null;  // {grid, preprocessing} of its attention map; null where it serves none
 let images = [];  // what was classified last
 let token = sessionStorage.getItem("token");
@@ -264,7 +265,12 @@ print(answer.as_numpy("logits"))`;
 }
 
 async function showCard() {
-  const asked = model, about = await ask("v2/models/" + encodeURIComponent(asked));
+  const asked = model, before = shown;
+  shown = asked;
+  const about = await ask("v2/models/" + encodeURIComponent(asked)).catch((error) => {
+    shown = before;  // the next poll asks again
+    throw error;
+  });
   if (asked !== model) return;  // another one was chosen meanwhile
   const rows = cardRows(about).flatMap(([name, value]) => [element("dt", name), element("dd", value)]);
   const [text, look] = verdict(about.vitx);
@@ -288,7 +294,7 @@ function showModels(names) {
     $("model").value = model;
     return;
   }
-  seen = null;
+  seen = shown = null;
   $("attention").hidden = $("use").hidden = true;
   $("card").replaceChildren();
   $("model-name").textContent = "No model is loaded";
@@ -362,7 +368,7 @@ async function poll() {
   try {
     const stats = await ask("v1/stats", { signal: AbortSignal.timeout(5 * POLL_MS) });
     $("locked").hidden = true;
-    const before = model;
+    const before = shown;
     showModels([...new Set(stats.models.map((one) => one.name))]);
     showStatistics(stats);
     if (model && (model !== before || polls % CARD_EVERY === 0)) await showCard();

@@ -40,11 +40,11 @@ class Reading:
         values = {dict(given)[label] for given in self.samples.get(name, {}) if labels.items() <= given}
         return {value: self.total(name, **labels, **{label: value}) for value in values}
 
-    def answered(self) -> dict[str | None, float]:
-        """Requests that each worker in it has answered; None: of a server that is one process."""
-        counts = {dict(labels).get("worker"): 0.0 for series in self.samples.values() for labels in series}
+    def answered(self, kind: str = "worker") -> dict[str | None, float]:
+        """Requests that each worker, or "replica", in it has answered; None: of a server that is one process."""
+        counts = {dict(labels).get(kind): 0.0 for series in self.samples.values() for labels in series}
         for labels, count in self.samples.get("vitx_requests_total", {}).items():
-            counts[dict(labels).get("worker")] += count
+            counts[dict(labels).get(kind)] += count
         return counts
 
 
@@ -118,7 +118,8 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     without `before`: one that was replaced counts anew.
     """
     uptime = float(now.stats["uptime_seconds"])
-    if before is None or now.answered().get(None, inf) < before.answered().get(None, 0):  # another one, or restarted
+    other = before is not None and now.answered("replica").keys() != before.answered("replica").keys()  # Ray chose it
+    if before is None or other or now.answered().get(None, inf) < before.answered().get(None, 0):  # or it restarted
         before = Reading(now.url, {}, {}, now.moment - uptime)
     gained, seconds = _gained(now, before), now.moment - before.moment
     rejections = sorted(now.by_label("vitx_rejections_total", "reason").items())
@@ -141,8 +142,7 @@ def _model(stats: Mapping[str, Any], now: Reading, gained: Reading, seconds: flo
     model = {"model": str(stats["name"]), "version": str(stats["version"])}
     images = gained.total("vitx_images_total", **model)
     batches = gained.total("vitx_batch_size_count", **model)
-    info = [dict(labels) for labels in now.samples.get("vitx_model_info", {}) if model.items() <= labels]
-    about = info[0] if info else {}
+    about = next((dict(labels) for labels in now.samples.get("vitx_model_info", {}) if model.items() <= labels), {})
     return {
         "name": model["model"],
         "version": model["version"],

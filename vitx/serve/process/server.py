@@ -73,7 +73,7 @@ class Server:
     ) -> None:
         """A worker has a `link` to its parent."""
         self._options, self._listener, self._link = options, listener, link
-        first = [it for it in offers if link is None or not link.siblings.is_unloaded(it.bundle.manifest.name)]
+        first = [it for it in offers if link is None or not link.siblings.is_unloaded(*it.key)]
         self._pem = read_pem(options)
         observers: list[RequestObserver] = []
         if options.access_log is not None:

@@ -56,7 +56,7 @@ class SharedRepository(Repository):
 
     async def _load_one(self, *bundle: Any) -> None:
         await super()._load_one(*bundle)  # also by `watch`
-        self._siblings.note_unloaded(bundle[0][0], is_unloaded=False)
+        self._siblings.note_loaded(*bundle[0])
 
     async def _answer_refused(self, refusal: str) -> bytes:
         name, version, text = json.loads(refusal)

@@ -1,9 +1,10 @@
 """Messages between the workers of one parent: each listens on a Unix socket in the parent's temporary folder."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -53,41 +54,40 @@ class Siblings:
     async def exclusive(self) -> AsyncIterator[None]:
         """While in this context no other worker starts or manages models."""
         async with self._exclusive:  # so that at most one thread blocks on the file lock
-            lock = await asyncio.to_thread(_locked, self._folder, exclusive=True)
-            try:
+            with await asyncio.to_thread(_locked, self._folder, exclusive=True):
                 yield
-            finally:
-                lock.close()
 
-    def is_unloaded(self, name: str) -> bool:
-        """Whether a client has unloaded the model: a worker that starts does not load it."""
-        return self._unloaded(name).exists()
+    def is_unloaded(self, name: str, version: str) -> bool:
+        """Whether a client has unloaded the model, and none has loaded this version since: who starts skips it."""
+        return (loaded := self._loaded_since(name)).exists() and not (loaded / version).exists()
 
     def note_unloaded(self, name: str, *, is_unloaded: bool) -> None:
-        self._unloaded(name).touch() if is_unloaded else self._unloaded(name).unlink(missing_ok=True)
+        shutil.rmtree(self._loaded_since(name), ignore_errors=True)
+        if is_unloaded:
+            self._loaded_since(name).mkdir()
 
-    def _unloaded(self, name: str) -> Path:
-        """A file for each model, as one worker may load one by `--watch` while another unloads another."""
+    def note_loaded(self, name: str, version: str) -> None:
+        with suppress(FileNotFoundError):  # no client has unloaded the model
+            (self._loaded_since(name) / version).touch()
+
+    def _loaded_since(self, name: str) -> Path:
+        """A folder for each model, as one worker may load one by `--watch` while another unloads another."""
         return self._folder / f"{sha256(name.encode()).hexdigest()}.unloaded"
 
     async def _on_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, ValueError):  # the other side is gone, or is not a worker
+        with suppress(OSError, ValueError), closing(writer):  # the other side is gone, or is not a worker
             name, _, text = (await reader.readline()).decode().rstrip("\n").partition(" ")
             if name in self._handlers:
                 writer.write(await self._handlers[name](text))
-            writer.close()
-            await writer.wait_closed()
 
 
 async def _ask(path: Path, name: str, text: str, seconds: float) -> bytes:
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_unix_connection(path)
-            try:
+            with closing(writer):
                 writer.write(f"{name} {text}\n".encode())
                 return await reader.read()
-            finally:
-                writer.close()
     except OSError:  # includes TimeoutError
         return b""
 

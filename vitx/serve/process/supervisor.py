@@ -136,12 +136,12 @@ class _Supervisor:
         ours, theirs = socket.socketpair()
         given = f"{index} {self.listener.fileno()} {theirs.fileno()} {self.grpc_port} {self.started} {self.folder}"
         try:
-            with theirs:
+            with theirs, socket.socket() as unread:  # an option that names /dev/stdin: refused, not found empty
                 process = subprocess.Popen(
                     [sys.executable, *sys.orig_argv[1:]],
                     env={**os.environ, ENVIRONMENT: given},
                     pass_fds=(self.listener.fileno(), theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
+                    stdin=unread.fileno(),
                 )
         except OSError as error:  # no memory for a process now, or too many of them
             ours.close()
@@ -193,7 +193,7 @@ class _Supervisor:
         worker.process.kill()  # unless it has ended
         code = worker.process.wait()
         if worker.stopping:
-            self.exit_code = self.exit_code or max(0, code)
+            self.exit_code = self.exit_code or max(0, code) * worker.ready  # else a signal may have ended its start
             self._end_if_last()
         elif not self.announced:
             if code not in (1, 2, 3):  # with these it has said why
