@@ -232,6 +232,7 @@ JOB = Job(
     options=PredictOptions(batch_size=8),
     read_threads=1,
     decode_threads=1,
+    certified=True,
 )
 
 

@@ -1,22 +1,28 @@
 """Parts of the Ray job that need no cluster: attempts at a shard, and how large the pool is."""
 
+import re
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, PREPROCESSING, listed_names
-from vitx.core.bundle import Bundle
+from bundle_fixture import LABELS, PREPROCESSING, colour_image, listed_names, png, write_bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, VitxError
+from vitx.core.files import sha256_file
 from vitx.core.ray_connection import joined
 from vitx.predict import PREDICTIONS
 from vitx.predict.ledger import COPY, Claim, Ledger, Shard, names_of
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, remove_leftovers
-from vitx.predict.pipeline.worker import Job
+from vitx.predict.pipeline.worker import STAGES, Job
 
 pytest.importorskip("ray")
 pool = pytest.importorskip("vitx.predict.ray")
@@ -45,6 +51,79 @@ def test_an_actor_that_cannot_write_says_so(tmp_path: Path) -> None:
     result = actor({pool.CLAIM: Claim(1, Shard("tar", "1.tar"))})[pool.RESULT]
     assert isinstance(result, EnvironmentMissing)
     assert str(result).startswith(f"cannot write to '{tmp_path}/gone' any more ([Errno 2] No such file")
+
+
+@pytest.fixture
+def actor_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """An actor in this process, of a shard of four images."""
+    node = MagicMock()
+    node.get_node_id.return_value = "the node"
+    monkeypatch.setattr(pool.ray, "get_runtime_context", lambda: node)
+
+    def made(bundle: Bundle, *, versions: dict[str, str] | None = None, **changes: Any) -> Any:
+        footer = {"vitx.bundle_sha256": sha256_file(bundle.path / MANIFEST)}
+        given: dict[str, Any] = {"certified": False, "footer": footer} | changes
+        asked = replace(job(tmp_path, str(tmp_path)), **given)
+        return pool.PredictionActor(asked, bundle.path, None, versions or {})
+
+    rng = np.random.default_rng(1)
+    for name in "abcd":
+        (tmp_path / f"{name}.png").write_bytes(png(colour_image(0, rng)))
+    (tmp_path / PREDICTIONS).mkdir()
+    return made
+
+
+def test_an_actor_does_a_shard_that_was_begun_before(actor_of: Callable[..., Any], tmp_path: Path) -> None:
+    (shard,) = listed_names(tmp_path / "list", [f"{name}.png" for name in "abcd"])
+    attempts = tmp_path / PREDICTIONS / ".part-00000001.parquet.attempts"
+    attempts.write_bytes(b"." * (pool.ATTEMPTS - 1))
+    claim = Claim(1, shard)
+    actor = actor_of(write_bundle(tmp_path / "tiny.vitx"))
+    done = actor({pool.CLAIM: claim})[pool.RESULT]
+    assert (done.claim, done.node, done.part.record.images, done.part.record.errors) == (claim, "the node", 4, 0)
+    assert pq.read_table(done.part.temporary)["path"].to_pylist() == ["a.png", "b.png", "c.png", "d.png"]
+    assert done.stages.keys() == set(STAGES)
+    assert done.runtime["runtime"] == "onnxruntime"
+    assert not attempts.exists()
+    attempts.write_bytes(b"." * pool.ATTEMPTS)
+    assert actor({pool.CLAIM: claim}) == {pool.RESULT: claim}  # given up
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"versions": {"numpy": "0.1"}},
+            r"its numpy is .*, and this machine's is 0\.1: install the same",
+        ),
+        ({"footer": {"vitx.bundle_sha256": "0"}}, r"its bundle '.*' differs from this machine's: give every node the"),
+        ({"certified": True}, r"bundle '.*tiny\.vitx' has no certificate"),
+    ],
+)
+def test_an_actor_that_cannot_work_says_so_for_each_shard(
+    actor_of: Callable[..., Any], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "list").touch()
+    actor = actor_of(write_bundle(tmp_path / "tiny.vitx"), **changes)
+    for number in (1, 2):
+        refused = actor({pool.CLAIM: Claim(number, Shard("tar", "1.tar"))})[pool.RESULT]
+        assert isinstance(refused, VitxError)
+        assert re.match(rf"the node {re.escape(socket.gethostname())}: {message}", str(refused))
+    assert not any((tmp_path / PREDICTIONS).iterdir())
+
+
+def test_a_shard_may_be_finished_by_two_actors(actor_of: Callable[..., Any], tmp_path: Path) -> None:
+    """Ray gives it to another where it takes the first for dead."""
+    (shard,) = listed_names(tmp_path / "list", ["a.png"])
+    actor = actor_of(write_bundle(tmp_path / "tiny.vitx"))
+    run = actor._worker.run
+
+    def beside_another(*given: Any) -> None:
+        run(*given)
+        (tmp_path / PREDICTIONS / ".part-00000001.parquet.attempts").unlink()
+
+    actor._worker.run = beside_another
+    assert actor({pool.CLAIM: Claim(1, shard)})[pool.RESULT].part.record.images == 1
 
 
 Sizes = Callable[..., Any]
@@ -112,6 +191,7 @@ def job(folder: Path, base: str) -> Job:
         options=PredictOptions(),
         read_threads=1,
         decode_threads=1,
+        certified=True,
     )
 
 
@@ -127,8 +207,22 @@ def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     assert pool._sample_path(job(tmp_path, "s3://bucket"), claims[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("gpus", "options", "device", "threads"),
+    [
+        (0, {}, "cpu", (3, 3)),
+        (1, {}, "cuda", (None, 3)),  # a GPU's session has none of its own
+        (0, {"threads": 1, "decode_threads": 2}, "cpu", (1, 2)),
+    ],
+)
 def test_the_actors_read_names_in_a_copy_of_the_ledger(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    options: dict[str, Any],
+    device: str,
+    threads: tuple[int | None, int],
 ) -> None:
     """SQLite's log uses memory that machines do not share."""
     seen: list[tuple[Path, list[str]]] = []
@@ -136,17 +230,22 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     def finished(claims: list[Claim], given: tuple[Job, Path, str | None]) -> Iterator[MagicMock]:
         listing = given[0].listing
         seen.append((listing, list(names_of(claims[0].shard, listing))))
-        yield MagicMock(runtime={})
+        asked = given[0].options
+        assert (asked.device, (asked.threads, given[0].decode_threads)) == (device, threads)
+        for actor in "abb":
+            yield MagicMock(runtime={"runtime": "a session's"}, actor=actor, node="node", stages={})
 
     monkeypatch.setattr(pool, "_finished", finished)
     monkeypatch.setattr(pool, "_dataset", lambda claims, given, size: given)
     monkeypatch.setattr(pool, "_connected", lambda address: nullcontext())
-    monkeypatch.setattr(pool.RayPool, "_pool_size", lambda self: pool.PoolSize(1, 0, 1, 1, 1))
+    monkeypatch.setattr(pool.RayPool, "_pool_size", lambda self: pool.PoolSize(3, gpus, 1, 1, 1))
     shards = listed_names(tmp_path / "list", ["a.png", "b.png"])
     with closing(Ledger(tmp_path / "list")) as ledger:
         ledger.create({}, shards)
-        executor = pool.RayPool(tiny_bundle, PredictOptions(ray="local"))
-        executor(job(tmp_path, ""), ledger, MagicMock())
+        executor, output = pool.RayPool(tiny_bundle, PredictOptions(ray="local", **options)), MagicMock()
+        executor(job(tmp_path, ""), ledger, output)
+    (_, runtime), _ = output.performance.call_args
+    assert runtime == {"runtime": "a session's", "ray": pool.version("ray"), "actors": 2, "nodes": 1}
     ((listing, names),) = seen
     assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
     assert not listing.exists()

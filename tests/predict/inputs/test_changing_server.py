@@ -6,16 +6,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bundle_fixture import NumpySession, colour_image, png, tar_of
+from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.predict import predict
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.tables import TableColumns, read_rows, refuse_equal_keys
 from vitx.predict.ledger import Shard
+from vitx.predict.options import PredictOptions
+from vitx.predict.summary import Increment
 
 pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
 
@@ -105,3 +112,19 @@ def test_keys_that_cannot_be_read_now_are_not_taken_for_none() -> None:
             refuse_equal_keys(url, shards, "id")
         with pytest.raises(InputError, match=r'--key id: "2" is in row 1 of a\.parquet and in row 2'):
             refuse_equal_keys(url, shards, "id")
+
+
+@pytest.mark.parametrize("name", ["0.png", "a.tar"])
+def test_what_a_server_did_not_give_is_tried_again_by_the_next_increment(
+    tiny_bundle: Bundle, tmp_path: Path, name: str
+) -> None:
+    """It tells the version when it gives no content: with that the row was unchanged ever after."""
+    image = png(colour_image(1, np.random.default_rng(0)))
+    options = PredictOptions(incremental=True, max_error_rate=1)
+    with serving(Files([image if name == "0.png" else tar_of({"0.png": image})], failing=range(1, 4))) as url:
+        found = [
+            predict(tiny_bundle, NumpySession(), f"{url}/{name}", tmp_path / "out", options, quiet=True)
+            for _ in range(3)
+        ]
+    assert [summary.errors for summary in found] == [1, 0, 0]
+    assert [summary.increment for summary in found] == [Increment(new=1), Increment(changed=1), Increment(unchanged=1)]

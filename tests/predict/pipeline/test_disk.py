@@ -37,6 +37,7 @@ def sqlite_error(code: int) -> sqlite3.OperationalError:
         (sqlite_error(sqlite3.SQLITE_IOERR), True),
         (sqlite_error(sqlite3.SQLITE_IOERR_WRITE), True),
         (sqlite_error(sqlite3.SQLITE_BUSY), False),
+        (sqlite3.OperationalError("raised by Python, with no code"), False),
         (ValueError("other"), False),
     ],
 )

@@ -92,7 +92,15 @@ def test_progress_counts_everything_and_the_rate_what_came_since_the_start(ledge
     output = Output(ledger, None, bar)
     bar.now += 4
     output.report(40, shares)  # 40 in 4 s; as many were done before
-    assert bar.shown == [(80, "10 images/s, bound by infer")]
+    bar.now += 4
+    output.report(24, shares)
+    assert bar.shown == [(80, "10 images/s, bound by infer"), (104, "8 images/s, bound by infer")]
+
+
+def test_at_the_very_start_there_is_no_rate(ledger: Ledger, bar: Bar) -> None:
+    """It was divided by the seconds since the start, none on a coarse clock."""
+    Output(ledger, None, bar).report(24, shares)
+    assert bar.shown == []
 
 
 def test_progress_is_of_shards_where_the_images_are_not_known(bar: Bar, tmp_path: Path) -> None:

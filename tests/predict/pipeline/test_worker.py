@@ -52,6 +52,7 @@ class Bench:
             "options": PredictOptions(**{"batch_size": 3, "top_k": 2} | (asked or {})),
             "read_threads": 2,
             "decode_threads": 2,
+            "certified": True,
         }
         return Worker(Job(**given | changes), session or NumpySession())
 
@@ -160,6 +161,27 @@ def test_outputs_need_a_session_that_gives_them(bench: Bench) -> None:
         bench.worker(asked={"embeddings": True, "attention": True})
 
 
+def test_one_image_whose_output_is_not_finite_has_an_error_and_the_others_their_classes(bench: Bench) -> None:
+    class Poisoned(NumpySession):
+        """Of the second image of each batch a further output is not finite; its logits are."""
+
+        outputs = ("embedding",)
+
+        def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+            embedding = np.ones((len(images), 3), np.float32)
+            embedding[1:2, 2] = np.inf
+            return {"logits": self._infer(images), "embedding": embedding}
+
+    bench.run(bench.worker(Poisoned(), {"batch_size": 4, "embeddings": True}))
+    rows = pq.read_table(bench.out / PREDICTIONS).to_pylist()
+    wrong = {row["path"]: row["error"] for row in rows if row["error"] is not None}
+    not_finite = "the model's output is not finite"
+    empty = "not an image: empty"
+    assert wrong == {"01.png": not_finite, "02.png": empty, "05.png": not_finite, "08.png": empty, "10.png": not_finite}
+    classes = [LABELS[int(row["path"][:2]) % 4] for row in rows if row["error"] is None]
+    assert [row["class"] for row in rows if row["error"] is None] == classes
+
+
 def test_strict_names_the_first_unreadable_image_and_leaves_the_rest(bench: Bench) -> None:
     worker = bench.worker(asked={"strict": True, "batch_size": 20})
     with pytest.raises(
@@ -174,6 +196,8 @@ def test_the_first_error_of_a_part_is_named() -> None:
     refuse_unreadable(iter("ab"), [None, None])
     with pytest.raises(CheckFailed, match="unreadable image b: torn"):
         refuse_unreadable(iter("abc"), [None, "torn", "empty"])
+    with pytest.raises(ValueError, match="shorter"):  # they are of one batch
+        refuse_unreadable(iter("ab"), [None])
 
 
 class Broken(Exception):

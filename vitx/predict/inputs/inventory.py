@@ -20,6 +20,7 @@ from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.core.urls import is_http
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import stores
+from vitx.predict.inputs.remote import NotGiven, NotRead
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import READ_ERRORS, TableColumns, list_tables, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
@@ -283,6 +284,8 @@ def read_shard(
             where = "tar file to its end, what follows was not predicted"
         kind = stores.Gone if isinstance(error, FileNotFoundError) else ImageError
         reason = kind(f"cannot read the {where}: {error}")
+        if isinstance(error, (NotGiven, PermissionError)) or getattr(error, "errno", None):
+            version = None  # no content was read that would be the same the next time
     if shard.count is None:
         yield Item(named(shard.location), reason, version=version, uncounted=True)
     for lost in range(row, end):
@@ -306,4 +309,6 @@ def read_item(
     except ImageError as error:
         # An increment has found what is in a folder that can be listed.
         hides = stores.NotListed if not versions or not isinstance(error, stores.ListedNow) else ()
+        if single and isinstance(error, NotRead):
+            item = item._replace(version=None)  # it is no other when it can be read
         return item._replace(source=error, uncounted=isinstance(error, hides))

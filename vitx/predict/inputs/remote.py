@@ -35,6 +35,10 @@ REMOTE_WAITS = (0.2, 1.0)
 READ_SECONDS, LIST_SECONDS, PATIENCE_SECONDS, LOOK_SECONDS = 120.0, 3600.0, 360.0, 0.2
 
 
+class NotRead(ImageError):
+    """It could not be opened or read now: nothing is known of its content, and it may be read another time."""
+
+
 def check_size(size: int) -> None:
     """Raise ImageError for more bytes than MAX_IMAGE_BYTES; of a store no more are read to count them."""
     if size > MAX_IMAGE_BYTES:
@@ -118,7 +122,7 @@ def _awaited(future: Future[T], seconds: float, stopped: threading.Event | None)
 
 
 def attempts(function: Callable[[], T], problem: str, stopped: threading.Event | None = None) -> T:
-    """The value of `function`, which is called again unless its error will not change; at last raise ImageError.
+    """The value of `function`, which is called again unless its error will not change; at last raise NotRead.
 
     Not after PATIENCE_SECONDS, in which the store's own package has tried it again. Raises EnvironmentMissing if too
     many files are open.
@@ -144,7 +148,7 @@ def attempts(function: Callable[[], T], problem: str, stopped: threading.Event |
                 text = without_password(" ".join(str(shown).split()))[:MAX_REASON]
                 if _lacks_files(error):  # no fault of the store: it must not become a row
                     raise EnvironmentMissing(f"{problem}: {text}: {MORE_FILES}") from None
-                raise ImageError(f"{problem}: {type(shown).__name__}: {text}") from None
+                raise NotRead(f"{problem}: {type(shown).__name__}: {text}") from None
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 

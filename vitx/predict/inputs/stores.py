@@ -40,7 +40,7 @@ _OF_THIS_MACHINE = ("file://", "local://")
 _HOST_WITH_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@[^/]*", re.IGNORECASE)
 
 
-class Gone(ImageError):
+class Gone(remote.NotRead):
     """There is nothing at the location."""
 
 
@@ -123,10 +123,14 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     try:
         location = local(location)
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
+    except remote.NotRead:
+        raise
     except InputError as error:
         raise ImageError(str(error)) from None  # a URL that nothing here can open is one bad row of a list
     except (OSError, ValueError) as error:  # a path of a Parquet file may have a zero byte
-        kind = Gone if isinstance(error, FileNotFoundError) else ImageError
+        kind: type[ImageError] = Gone if isinstance(error, FileNotFoundError) else remote.NotRead
+        if isinstance(error, IsADirectoryError):  # it would be read again each time
+            kind = ImageError
         raise kind(f"cannot open the image: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -51,7 +51,7 @@ class Output:
         """So many images more were predicted: update the bar, twice a second. shares: see `StageTimer.shares`."""
         self._predicted += images
         now = time.perf_counter()
-        if now < self._next_update:
+        if now <= self._next_update:
             return
         self._next_update = now + 0.5
         before, seconds = self._before, now - self._started

@@ -55,9 +55,9 @@ class Job:
     options: PredictOptions
     read_threads: int
     decode_threads: int
+    certified: bool
     columns: TableColumns = field(default_factory=TableColumns)
     has_single_files: bool = True
-    certified: bool = True
     footer: Mapping[str, str] = field(default_factory=dict)
 
 
