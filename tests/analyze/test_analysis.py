@@ -82,6 +82,9 @@ def test_the_network_is_left_as_it_was(run: Path, images: ImageSet) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first.grad, torch.ones_like(first))
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert analyze(source, images, FAST, AnalysisOptions(), quiet=True).results == found.results
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_lesions_are_those_of_networks_without_the_unit(run: Path, images: ImageSet) -> None:

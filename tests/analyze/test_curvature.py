@@ -177,11 +177,12 @@ def test_float32_is_close() -> None:
     np.testing.assert_allclose(found.values, expected, atol=2e-3 * abs(expected[0]))
 
 
-def test_attention_of_timm_and_ambient_no_grad() -> None:
+@pytest.mark.parametrize("ambient", [torch.no_grad, torch.inference_mode])
+def test_attention_of_timm_and_a_callers_own_context(ambient: Any) -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, embed_dim=12, depth=1, num_heads=2, num_classes=CLASSES
     )
-    with torch.no_grad():
+    with ambient():
         found = hessian_eigenvalues(model, torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), 2)
     assert found.converged
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 
+from cli_fixture import Vitx
 from run_fixture import ColourMean, digits_source
 from vitx.analyze import METRICS, analyze
 from vitx.analyze.curvature import augmented_batches
@@ -128,3 +129,21 @@ def test_what_is_said_of_a_metric_are_sentences_a_paper_s_claim_and_a_kind_of_in
     assert re.fullmatch(r"([A-Z][a-z]|CKA)[A-Za-z, -]+[a-z]", metric.title)
     assert bool(metric.claim) == (name not in OF_NO_PAPERS_CLAIM)
     assert [each.reading for each in METRICS.values()].count(metric.reading) == 1
+
+
+def test_weights_of_a_run_and_a_checkpoint_of_a_network_are_refused(
+    vitx: Vitx, make_run: Callable[[str, int], Path]
+) -> None:
+    """They would not be those that are measured; of a run and a network, each has its own."""
+    run = make_run("with-its-weights", 0)
+    network = ("model:deit_digits", "--data", "digits")
+    for arguments, expected in (
+        ((run, "--weights", "w"), f"error: --weights w is of a model:NAME, and '{run}' is a run: choose with"),
+        ((run, run, "--weights", "w"), "error: --weights w is of a model:NAME"),
+        ((*network, "--checkpoint", "last"), "error: --checkpoint last is of a run, and 'model:deit_digits' is none"),
+    ):
+        code, _, said = vitx("analyze", *arguments)
+        assert code == 2
+        assert said.startswith(expected)
+    both = ("--weights", "random", "--checkpoint", "last", "--images", "2", "--only", "over-smoothing", "--quiet")
+    assert vitx("analyze", run, "model:deit_digits", "--data", "digits", *both)[0] == 0

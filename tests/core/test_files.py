@@ -441,13 +441,13 @@ def test_a_record_cannot_be_changed_and_the_first_wrong_field_is_named(tmp_path:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file system of Linux")
 def test_where_no_folder_can_be_made_nothing_is_called_missing() -> None:
     """VITX_CACHE=/proc/nope was a traceback: a missing file is a mistake in the code, and no folder is ever missing."""
-    nope = Path("/proc/nope")
     with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope/a'"):
-        make_folder(nope / "a")
-    with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope'"), staged_folder(nope):
-        pass
-    with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope'"):
-        write_bytes(nope, b"")
+        make_folder(Path("/proc/nope/a"))
+    for make in (lambda path: staged_folder(path).__enter__(), lambda path: write_bytes(path, b"")):
+        with pytest.raises(PermissionError, match="nothing can be made there: '/proc/nope'"):
+            make(Path("/proc/nope"))
+        with pytest.raises(OSError, match=r"'/sys/nope'$"):  # not of the file that was tried beside it
+            make(Path("/sys/nope"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux lists them")

@@ -104,6 +104,23 @@ def test_a_hang_is_ended() -> None:
     assert time.monotonic() - start < 60  # it would sleep for so long
 
 
+@pytest.mark.parametrize("filters", [None, "error::SyntaxWarning"])
+def test_what_an_ended_process_held_is_no_warning(filters: str | None) -> None:
+    """tqdm holds a semaphore while torch traces; Python's warning of it came behind "interrupted"."""
+    code = """if __name__ == "__main__":
+        import os
+        from contextlib import suppress
+        from sandbox_jobs import hang_with_a_semaphore
+        from vitx.core.sandbox import LimitExceeded, run_limited
+        with suppress(LimitExceeded):
+            run_limited("tracing", hang_with_a_semaphore, seconds=4)
+        print(os.environ.get("PYTHONWARNINGS"), os.environ.get("PYTHONSAFEPATH"))"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"PYTHONWARNINGS": filters} if filters else {}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (told.stdout, told.stderr) == (f"{filters} None\n", "")
+
+
 def test_a_memory_hog_is_ended() -> None:
     with pytest.raises(LimitExceeded, match=r"more than its limit of 0\.5, and was ended"):
         run_limited("converting", fill_memory, memory_gib=0.5, seconds=60)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -46,6 +47,19 @@ def test_a_network_has_the_classes_and_arguments_of_its_specification() -> None:
         build_model(SPEC.model_copy(update={"name": "test_vi"}))
     with pytest.raises(InputError, match=r"^model 'deit_digits' does not take these arguments: .*depht"):
         build_model(SPEC.model_copy(update={"kwargs": {"depht": 1}}))
+
+
+def test_a_network_and_its_pixels_are_float32_whatever_the_default_type() -> None:
+    """So that weights, and what is exported of them, are those of a process that has set none."""
+    images, mean, std = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    before = image_tensor(images, mean, std)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {value.dtype for value in build_model(SPEC).parameters()} == {torch.float32}
+        assert torch.equal(image_tensor(images, mean, std), before)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_network_may_be_named_with_the_tag_of_its_weights() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import vitx.runtimes.instances as instances_module
+import vitx.runtimes.session as session_module
 from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession, write_bundle
 from server_process import HANG
 from vitx.core.bundle import timestamp
+from vitx.core.errors import InputError
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
@@ -20,7 +24,10 @@ from vitx.runtimes.instances import (
     ElasticSession,
     SessionPool,
     load_elastic,
+    load_for_callers,
     load_instances,
+    runs_on_cpu,
+    serving_setting,
     sessions_on,
     tuned_setting,
 )
@@ -142,6 +149,70 @@ def test_the_setting_is_the_one_found_for_this_runtime(tmp_path: Path, capsys: p
         "vitx: 'tiny' was tuned in onnxruntime and not in openvino, for which "
         "`vitx bench BUNDLE --tune --runtime openvino` finds the setting\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "gpus", "on_cpu"),
+    [
+        ("onnxruntime", "cpu", 1, True),
+        ("onnxruntime", "auto", 1, False),
+        ("onnxruntime", "auto", 0, True),
+        ("onnxruntime", "cuda", 0, False),
+        ("openvino", "auto", 1, True),  # a CPU's runtime beside a GPU
+        ("onnxruntime-cuda", "auto", 0, False),
+    ],
+)
+def test_where_a_runtime_computes(
+    monkeypatch: pytest.MonkeyPatch, runtime: str, device: Any, gpus: int, on_cpu: bool
+) -> None:
+    monkeypatch.setattr(session_module, "local_gpus", lambda: ["a GPU"] * gpus)
+    assert runs_on_cpu(runtime, device) is on_cpu
+
+
+def test_where_an_unknown_runtime_computes_is_not_known() -> None:
+    with pytest.raises(InputError, match=r"^unknown runtime 'onnx'"):
+        runs_on_cpu("onnx", "cpu")
+
+
+def test_the_setting_is_as_given_or_as_tuned_or_a_session_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances_module, "usable_cores", lambda: 10)
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    setting = partial(serving_setting, bundle, "onnxruntime")
+    assert setting("cpu", None, None) == (5, None)
+    best = Setting(instances=2, threads=3, batch_size=4, images_per_second=1.0, median_ms=1.0)
+    tuning = Tuning(best=best, tried=(best,), runtime={"runtime": "onnxruntime"}, created=timestamp())
+    bundle.record_latency(
+        Latency(runtime={}, machine=describe_machine(), points=(), tuning=tuning, created=timestamp())
+    )
+    assert setting("cpu", None, None) == (2, 3)
+    assert (setting("cpu", 4, None), setting("cpu", None, 4)) == ((4, None), (1, 4))
+    assert (setting("cuda", None, None), setting("cuda", 4, 2)) == ((1, None), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("instances", "threads", "on_cpu", "loaded"),
+    [
+        (3, None, True, [None, 2, 2, 2]),  # alone on all cores, beside others on a share of them
+        (2, None, True, [None, 4, 4]),
+        (3, None, False, [None] * 3),
+        (3, 4, True, [4] * 3),
+        (1, None, True, [None]),
+    ],
+)
+def test_callers_share_the_cores_of_a_cpu_unless_their_threads_are_given(
+    monkeypatch: pytest.MonkeyPatch, instances: int, threads: int | None, on_cpu: bool, loaded: list[int | None]
+) -> None:
+    monkeypatch.setattr(instances_module, "usable_cores", lambda: 8)
+    asked: list[int | None] = []
+
+    def load(threads: int | None) -> Session:
+        asked.append(threads)
+        return Numbered(0)
+
+    assert load_for_callers(load, instances, threads, on_cpu=on_cpu).callers == instances
+    assert asked == loaded
 
 
 def test_one_numpy_session_is_one_session() -> None:

@@ -181,7 +181,8 @@ def test_a_network_is_run_in_evaluation_mode_as_it_was_normalised(monkeypatch: p
     session = TorchSession(network, PREPROCESSING, threads=5)
     assert (threads, network.training, session.network() is network) == ([5], False, True)
     expected = exact(IMAGES) @ weight.T + bias
-    np.testing.assert_allclose(session.infer(IMAGES), expected, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # a notebook's
+        np.testing.assert_allclose(session.infer(IMAGES), expected, atol=1e-5)
     np.testing.assert_allclose(session.infer(IMAGES[::-1]), expected[::-1], atol=1e-5)
     np.testing.assert_allclose(session.infer_float64(IMAGES)["logits"], expected, atol=1e-12)
     assert network[1].head.weight.dtype == torch.float32
@@ -257,6 +258,12 @@ def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_operations_are_of_one_image_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     session = TorchSession(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4)), PREPROCESSING, device="cpu")
     assert session.flops() == 2 * 3 * 16 * 16 * 4
+    convolution = TorchSession(nn.Sequential(nn.Conv2d(3, 4, 16), nn.Flatten()), PREPROCESSING, device="cpu")
+    torch.set_default_dtype(torch.float64)  # a notebook's
+    try:
+        assert convolution.flops() == 2 * 3 * 16 * 16 * 4
+    finally:
+        torch.set_default_dtype(torch.float32)
 
     def refuse(*given: Any) -> int:
         raise InputError("no formula")

@@ -1,6 +1,7 @@
 """Functions that tests run in other processes, which import them by name."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import time
@@ -53,6 +54,11 @@ def raise_unreadable() -> None:
 
 def hang(path: Path) -> None:
     time.sleep(300)
+
+
+def hang_with_a_semaphore() -> None:
+    with multiprocessing.get_context("spawn").RLock():
+        time.sleep(300)
 
 
 def fill_memory() -> None:

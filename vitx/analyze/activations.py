@@ -127,11 +127,12 @@ def stream_activations(
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; afterwards every module's mode is what it was."""
+    """Evaluation mode without autocast inside the block; modes and a caller's autocast are as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            yield
     finally:
         for module, training in modes:
             module.training = training
@@ -139,17 +140,21 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def differentiating_only(model: nn.Module, chosen: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside the block `requires_grad` is set for the chosen parameters alone; afterwards it is what it was."""
+    """Inside the block gradients are taken, whatever mode the caller is in, and of the chosen parameters alone.
+
+    Afterwards `requires_grad` is what it was.
+    """
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(False)
-        for parameter in chosen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter, required in before:
-            parameter.requires_grad_(required)
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            for parameter, _ in before:
+                parameter.requires_grad_(False)
+            for parameter in chosen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter, required in before:
+                parameter.requires_grad_(required)
 
 
 def stream_order(model: nn.Module) -> list[str]:

@@ -68,9 +68,10 @@ def hessian(
     labels that do not fit, and for a loss that is not finite.
     """
     chosen = parameters_of(model, module)
-    with in_evaluation_mode(model), differentiating_only(model, chosen), torch.enable_grad():
+    with in_evaluation_mode(model), differentiating_only(model, chosen):
         with sdpa_kernel(SDPBackend.MATH):
-            loss = mean_nll(model, images, labels)
+            # Copies: what was made in inference mode cannot be kept for the backward pass.
+            loss = mean_nll(model, images.clone(), labels.clone())
             if not loss.requires_grad:
                 raise InputError(
                     f"the loss does not depend on module '{module}': choose another, or '' for all of them"

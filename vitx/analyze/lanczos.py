@@ -5,6 +5,7 @@ For the eigenvalues of largest magnitude, and for the density of all of them (do
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -140,7 +141,8 @@ def top_eigenvalues(
             f"{k} eigenvalues of an operator of size {size} in {max_products} products: expected 1 ≤ k ≤ products"
         )
     k = min(k, size)
-    krylov = _Krylov(product, _drawer(torch.randn, size, generator, dtype, device))
+    normal = partial(torch.randn, dtype=torch.float32)  # whatever the default type of the process
+    krylov = _Krylov(product, _drawer(normal, size, generator, dtype, device))
     converged = False
     while not converged and len(krylov.basis) < max_products:
         krylov.step()

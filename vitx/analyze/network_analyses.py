@@ -28,7 +28,8 @@ def analyze_networks(
     """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
 
     Raises InputError when no data is named and the first network was trained on none, for `corrupted` or `module`
-    without its metric, and where `out` cannot be a folder.
+    without its metric, for `weights` where all are runs and `checkpoint` where none is, and where `out` cannot be a
+    folder.
     """
     if request.corrupted is not None and "corruptions" not in metrics:
         raise InputError(f"--corrupted {request.corrupted} is for the metric corruptions: name it with --only")
@@ -42,7 +43,9 @@ def analyze_networks(
     options = AnalysisOptions(**request.model_dump(include={"batch_size", "module", "corrupted", "skip_bad"}))
     # A plain folder names no classes for a network that brings none.
     classes = request.data if request.data and not is_plain_folder(request.data) else None
-    sources = [SourceRequest(target, request.checkpoint, request.weights, classes).load() for target in targets]
+    requests = [SourceRequest(target, request.checkpoint, request.weights, classes) for target in targets]
+    requests[0].require_used(*requests[1:])
+    sources = [each.load() for each in requests]
     data = request.data or sources[0].data
     if not data:
         raise InputError(f"'{targets[0]}' brings no images: give --data")

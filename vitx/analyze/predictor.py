@@ -36,10 +36,10 @@ def pixel_logits(model: nn.Module, preprocessing: Preprocessing) -> Iterator[Pix
     Inside the block it is in evaluation mode and its parameters take no gradients; afterwards modes, `requires_grad`
     and `grad` are what they were.
     """
-    parameter, shape = next(model.parameters()), (1, 3, 1, 1)
-    mean = parameter.new_tensor(preprocessing.mean).view(shape)
-    std = parameter.new_tensor(preprocessing.std).view(shape)
-    with in_evaluation_mode(model), torch.inference_mode(False), torch.enable_grad(), differentiating_only(model, ()):
+    with in_evaluation_mode(model), differentiating_only(model, ()):
+        parameter, shape = next(model.parameters()), (1, 3, 1, 1)
+        mean = parameter.new_tensor(preprocessing.mean).view(shape)
+        std = parameter.new_tensor(preprocessing.std).view(shape)
         yield lambda pixels: model((pixels - mean) / std)
 
 

@@ -85,20 +85,22 @@ def is_made_of_url(path: Path | str) -> bool:
     return re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
-def refuse_url(path: Path) -> None:
-    """Raise InputError for what would become a folder called `s3:` here."""
+def refuse_url(path: Path, remedy: str = "copy it to the store afterwards") -> None:
+    """Raise InputError for a URL, which would be, or become, a folder called `s3:` here."""
     if is_made_of_url(path):
         given = str(path).replace(":/", "://", 1)
-        raise InputError(f"'{given}' is a URL: expected a path of this machine; copy it to the store afterwards")
+        raise InputError(f"'{given}' is a URL: expected a path of this machine; {remedy}")
 
 
 @contextmanager
 def _made(path: Path) -> Iterator[None]:
-    """Below /proc the system says of what is to be made that it is missing: raise PermissionError for it."""
+    """Name `path` in an OSError, not a temporary file beside it; below /proc the system says that this is missing."""
     try:
         yield
     except FileNotFoundError as error:
         raise PermissionError(errno.EACCES, "nothing can be made there", str(path)) from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_folder(path: Path) -> None:
@@ -139,11 +141,8 @@ def check_file(path: Path, example: str) -> None:
     real = Path(os.path.realpath(path))
     if real.exists() and not real.is_file():  # a device or a pipe is written to, and no other file made beside it
         return
-    try:
-        with _made(path):
-            tempfile.TemporaryFile(dir=next(folder for folder in real.parents if folder.exists())).close()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with _made(path):
+        tempfile.TemporaryFile(dir=next(folder for folder in real.parents if folder.exists())).close()
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -59,7 +59,7 @@ def run_limited(
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments), daemon=False)
     try:
-        with _working_folder_not_searched(), _interrupts_held():
+        with _environment_of_processes(), _interrupts_held():
             process.start()
         theirs.close()
         answer = _wait(title, process, ours, seconds, memory_gib)
@@ -79,17 +79,24 @@ def run_limited(
 
 
 @contextmanager
-def _working_folder_not_searched() -> Iterator[None]:
-    """A process that starts within the block finds no `random.py` there, before multiprocessing gives it our path."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+def _environment_of_processes() -> Iterator[None]:
+    """A process that starts within the block finds no `random.py` in the working folder, before it is given our path.
+
+    And multiprocessing's tracker, which removes what a process that was ended leaves, such as the semaphore that tqdm
+    holds while torch traces, does not warn of it when the verb is over.
+    """
+    filters = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))
+    given = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": ",".join(filters)}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

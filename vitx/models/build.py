@@ -3,8 +3,8 @@
 import errno
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ def require_network(name: str, kind: str = "model") -> None:
         raise unknown_name(f"tag of '{network}'", tag, published) from None
 
 
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Make what is built in the block float32, whatever a notebook has set as torch's default type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@float32_by_default()
 def build_model(spec: ModelSpec) -> nn.Module:
     """Build the network of `spec` with fresh weights; raise InputError for a name or argument timm does not know."""
     require_network(spec.name)
@@ -110,8 +122,10 @@ class Normalization:
         self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device | str | None = "cpu"
     ) -> None:
         # A tensor, not a number: by a number a GPU divides as a product with its reciprocal, which rounds differently.
-        self.full = torch.tensor(255.0, device=device)
-        self.mean, self.std = (torch.tensor(each, device=device).view(1, 3, 1, 1) for each in (mean, std))
+        self.full = torch.tensor(255.0, dtype=torch.float32, device=device)
+        self.mean, self.std = (
+            torch.tensor(each, dtype=torch.float32, device=device).view(1, 3, 1, 1) for each in (mean, std)
+        )
 
     def __call__(
         self, images: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format

@@ -21,10 +21,10 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_line
-from vitx.core.files import write_bytes
+from vitx.core.files import refuse_url, write_bytes
 from vitx.core.run import ModelSpec
 from vitx.core.urls import without_password
-from vitx.models.build import entries_differ, separate
+from vitx.models.build import entries_differ, float32_by_default, separate
 from vitx.models.recalibration import set_closed_form_means
 
 # Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
@@ -135,6 +135,7 @@ def load_whole_checkpoint(model: nn.Module, path: Path) -> None:
         raise InputError(f"'{path}' has no classifier for these classes: {', '.join(missing)} would stay random")
 
 
+@float32_by_default()
 def published_model(spec: ModelSpec, remedy: str) -> nn.Module:
     """timm's network with the weights that it publishes, from the cache where the hub cannot be reached.
 
@@ -189,8 +190,9 @@ def _hub_answers() -> bool:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint file by timm's names, without wrappers (`model`, `state_dict`, `module.`, …).
 
-    Raises InputError when the file is missing, is no checkpoint, or holds code instead of tensors.
+    Raises InputError when the file is missing, a URL or no checkpoint, or holds code instead of tensors.
     """
+    refuse_url(path, "download the file first")
     if not path.is_file():
         raise InputError(f"no checkpoint at '{path}'")
     if path.suffix == ".safetensors":

@@ -86,6 +86,20 @@ class SourceRequest:
             require_network(self.network)
             _ = self.arguments
 
+    def require_used(self, *others: "SourceRequest") -> None:
+        """Raise InputError for weights where this and the others are runs, or a checkpoint where none is one.
+
+        The others have the same: nothing would read them.
+        """
+        models = [request.is_model for request in (self, *others)]
+        if self.which != "best" and all(models):
+            raise InputError(f"--checkpoint {self.which} is of a run, and '{self.target}' is none: give --weights FILE")
+        if self.weights != "pretrained" and not any(models):
+            self.require_known()  # a network's name without `model:` is no run
+            raise InputError(
+                f"--weights {self.weights} is of a model:NAME, and '{self.target}' is a run: choose with --checkpoint"
+            )
+
     @property
     def is_model(self) -> bool:
         """A network of its own, not a run."""

@@ -82,7 +82,8 @@ class OnnxRuntimeSession(Session):
         if int8:
             if INT8_MODEL not in bundle.manifest.files:
                 raise InputError(
-                    f"'{bundle.path}' has no {INT8_MODEL}: export it again with --for cpu, or choose onnxruntime-cpu"
+                    f"'{bundle.path}' has no {INT8_MODEL}: export it again with --for cpu, which says why where it "
+                    "makes none, or choose onnxruntime-cpu"
                 )
             graph, self.artefacts = bundle.path / INT8_MODEL, (INT8_MODEL,)
         self._runtime, self._precision = (

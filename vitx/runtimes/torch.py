@@ -70,7 +70,7 @@ class TorchSession(Session):
         # torch.from_numpy refuses negative strides, which a reversed batch has.
         inputs = image_tensor(np.ascontiguousarray(images), self._preprocessing.mean, self._preprocessing.std)
         try:
-            with self._full_precision():
+            with self._full_precision(), torch.autocast(self._device.type, enabled=False):
                 logits: Float32Array = self._model(inputs.to(self._device)).float().cpu().numpy()
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # of the GPU
             what = f"the network fails on {self._device} on a batch of {len(images)}"
@@ -98,7 +98,7 @@ class TorchSession(Session):
         """Of one image; None for a network with an operator that has no formula."""
         size = self._preprocessing.image_size
         try:
-            return count_flops(self._network, torch.empty(1, 3, size, size))
+            return count_flops(self._network, torch.empty(1, 3, size, size, dtype=torch.float32))
         except InputError:
             return None
 

@@ -7,6 +7,7 @@ from statistics import median
 import timm
 from PIL import Image
 
+from vitx.core.bundle import MANIFEST
 from vitx.core.errors import UNUSABLE, InputError
 from vitx.core.machine import usable_cores
 from vitx.core.run import RunFolder
@@ -29,7 +30,8 @@ def begun_from(recipe: Recipe, source: str) -> Recipe:
         return _from_published(recipe, SourceRequest(source))
     path = Path(from_root(source))
     if path.is_dir():
-        kinds = () if RunFolder(path).exists() else ("*.safetensors", "*.bin", "*.pth")
+        other = RunFolder(path).exists() or (path / MANIFEST).is_file()  # of a bundle `open` says what to give
+        kinds = () if other else ("*.safetensors", "*.bin", "*.pth")
         if weights := sorted(each for kind in kinds for each in path.glob(kind)):  # as timm and transformers save one
             raise InputError(f"--from {source}: no run; for the weights in that folder give --from {weights[0]}")
         info = RunFolder.open(path).info

@@ -193,9 +193,10 @@ def test_nothing_of_the_network_or_of_chance_is_left_changed(
 
     before = state()
     plain = Preprocessing(image_size=8)
-    with torch.no_grad():  # a caller's own context does not stop the gradients of an attack
-        adversarial_robustness(trained, [images], labels, plain, epsilons=[0.1], steps=2)
-        gradient_saliency(trained, plain)(images, 2)
+    for context in (torch.no_grad(), torch.inference_mode()):  # a caller's own does not stop an attack's gradients
+        with context:
+            adversarial_robustness(trained, [images], labels, plain, epsilons=[0.1], steps=2)
+            gradient_saliency(trained, plain)(images, 2)
     predicted = predictor(trained, plain)(images)
     assert state() == before
     np.testing.assert_array_equal(predictor(trained, plain)(images), predicted)  # dropout is off

@@ -132,6 +132,11 @@ def test_seed_and_directions() -> None:
     weight = seq(0, 6, 5)
     first, again, second, other = (random_direction(weight, *place) for place in ((0, 0), (0, 0), (0, 1), (1, 0)))
     assert torch.equal(first, again)
+    torch.set_default_dtype(torch.float64)  # a notebook's
+    try:
+        assert torch.equal(first, random_direction(weight, 0, 0))
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert not torch.equal(first, second)
     assert not torch.equal(first, other)
     assert loss_landscape(network(), batches(), points=3) == loss_landscape(network(), batches(), points=3)

@@ -1,7 +1,7 @@
 """`execution.deterministic`: its switches are restored afterwards, and what it cannot have is refused by name."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -206,3 +206,36 @@ def test_a_cpu_needs_no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     fix_cublas_workspace("auto")
     assert WORKSPACE not in os.environ
+
+
+def switch_gradients_off() -> None:
+    torch.set_grad_enabled(False)
+
+
+def switch_to_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize("switch_one", [switch_gradients_off, switch_to_float64])
+def test_what_a_notebook_has_set_changes_no_bit_of_a_run_and_stays_set(
+    tmp_path: Path, switch_one: Callable[[], None]
+) -> None:
+    def trained(out: Path) -> bytes:
+        train(recipe_of(*TINY, "epochs=1"), out, device="cpu", quiet=True)
+        return (out / "checkpoints" / "last" / "ema.safetensors").read_bytes()
+
+    alone = trained(tmp_path / "alone")
+    found = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        switch_one()
+        before = torch.is_grad_enabled(), torch.get_default_dtype()
+        assert trained(tmp_path / "notebook") == alone
+        assert (torch.is_grad_enabled(), torch.get_default_dtype()) == before != found
+    finally:
+        torch.set_grad_enabled(found[0])
+        torch.set_default_dtype(found[1])
+    with torch.inference_mode():
+        assert trained(tmp_path / "inference") == alone
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trained(tmp_path / "autocast") == alone
+        assert torch.is_autocast_enabled("cpu")

@@ -95,8 +95,10 @@ def test_a_network_with_weights_keeps_its_size_and_learns_slowly() -> None:
 
 def test_a_run_begins_from_published_weights_from_a_run_or_from_a_file(tmp_path: Path, image_folder: Path) -> None:
     run = begun_run(tmp_path / "run")
-    weights = tmp_path / "w.safetensors"
-    weights.touch()
+    weights, bundle = tmp_path / "w.safetensors", tmp_path / "b.vitx"
+    bundle.mkdir()
+    for file in (weights, bundle / "manifest.json", bundle / "witness.safetensors"):
+        file.touch()
 
     def begun(source: str) -> Recipe:
         return resolve_recipe("photos", data=str(image_folder), start=source)
@@ -120,6 +122,7 @@ def test_a_run_begins_from_published_weights_from_a_run_or_from_a_file(tmp_path:
         ("model:timm/deit3_small_patch16_224?img_size=(32,64)", r"img_size=\[32, 64\]: expected the side of a square"),
         (str(image_folder), "is not a run: it has no run.json"),
         (str(weights.parent), f"no run; for the weights in that folder give --from {weights}"),
+        (str(bundle), "it is a bundle: give the run that it was exported from"),  # its witness set is no weights
     ):
         with pytest.raises(InputError, match=message):
             begun(source)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import training_jobs
 from cli_fixture import Vitx
 from server_process import HANG
 from training_jobs import metrics_of
+from vitx.core.errors import InputError
 from vitx.train import train
 from vitx.train.recipes.recipe import apply_overrides
 from vitx.train.recipes.registry import get_recipe, resolve_recipe
 from vitx.train.study.result import StudyResult, Variant
-from vitx.train.study.study import Study
+from vitx.train.study.study import Study, compare
 from vitx.train.study.trials import Runner, Trial
 from vitx.train.study.variants import STUDIES, depth_variants
 
@@ -69,6 +71,27 @@ def test_every_study_trains_at_minimal_size(
     pixels = 48 if kind == "finetune" else 32
     assert f"18 images of 3 classes, {pixels} px, 1 epoch at batch 6, 1 seed" in result.here
     assert (tmp_path / "study" / "study.png").is_file()
+
+
+def test_a_study_ends_where_its_images_change(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run opens them itself, days after the study perhaps, and its row would be compared with those before."""
+    image = image_folder / "train" / "class-0" / "0.png"
+
+    def train_here(runner: Runner, todo: list[Trial]) -> Iterator[tuple[Trial, None]]:
+        for trial in todo:
+            train(trial.resolved(), trial.folder(runner.study), device="cpu", quiet=True)
+            yield trial, None
+            shutil.copy(image, image.with_name("later.png"))
+
+    monkeypatch.setattr(Runner, "run", train_here)
+    settings, out = (*TINY, "epochs=1"), tmp_path / "study"
+    study = Study("depth", "digits-deit", out, (4,), str(image_folder), settings, device="cpu", quiet=True)
+    with pytest.raises(InputError, match=r"1-talking-heads-seed4': it was begun on 19 images of 3 .* \(18 of 3\)"):
+        compare(study, depth_variants([1]))
+    result = StudyResult.model_validate_json((out / "study.json").read_bytes())
+    assert [run.variant for run in result.runs] == ["1-plain"]
 
 
 def test_fine_tuning_begins_with_weights(vitx: Vitx, tmp_path: Path) -> None:
@@ -181,7 +204,9 @@ def test_finished_runs_are_kept_and_other_ones_refused(vitx: Vitx, tmp_path: Pat
     (image_folder / "val" / "class-2" / "0.png").unlink()
     code, _, said = vitx(*command)
     assert code == 2
-    assert f"'{first}': it was begun on 18 images of 3 classes, and '{image_folder}' has other ones" in said
+    assert (
+        f"'{first}': it was begun on 18 images of 3 classes, and this study on other ones of '{image_folder}'" in said
+    )
 
 
 @pytest.mark.parametrize(

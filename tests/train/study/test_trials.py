@@ -214,8 +214,8 @@ def test_a_run_that_was_begun_otherwise_or_is_damaged_is_refused(tmp_path: Path)
         f"cannot go on with '{folder}': epochs is 3 in the run but 4 was asked for; choose another --out"
     )
     other_images = (
-        f"cannot go on with '{folder}': it was begun on {len(train)} images of 10 classes, and 'digits' has other ones "
-        f"({len(train)} of 10); choose another --out"
+        f"cannot go on with '{folder}': it was begun on {len(train)} images of 10 classes, and this study on other "
+        f"ones of 'digits' ({len(train)} of 10); choose another --out"
     )
     for split in ("train", "val"):
         fewer = environment.data[split].model_copy(update={"names_sha256": "0"})

@@ -133,7 +133,7 @@ def random_direction(weight: Tensor, seed: int, *indices: int) -> Tensor:
     Drawn on the CPU in float32, so that it is the same on every device.
     """
     state = int(np.random.SeedSequence([seed, *indices]).generate_state(1, np.uint64)[0])
-    normal = torch.randn(weight.shape, generator=torch.Generator().manual_seed(state))
+    normal = torch.randn(weight.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(state))
     return filter_normalized_direction(weight, normal.to(weight))
 
 

@@ -97,6 +97,7 @@ class Stepper:
             with accumulating(self.objective, last=number == parts):
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                     losses = self.objective(part)
+                torch.clear_autocast_cache()  # as the outermost autocast does, and one is around the whole training
                 # Each part's loss is a mean over its images, so 1/parts makes the sum a mean over the batch.
                 with self.while_backward():
                     self.scaler.scale(losses["total"] / parts).backward()

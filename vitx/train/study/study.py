@@ -63,6 +63,7 @@ class Study:
             self.base.data, skip_bad=self.skip_bad, check_size=self.base.preprocessing.check_size
         )
         check_outside(self.train_images, self.out)
+        self.found = {"train": DataRecord.of(self.train_images), "val": DataRecord.of(self.val_images)}
 
     def trials(self, variants: Sequence[Variant]) -> list[Trial]:
         """A trial for each seed and variant, seed by seed: a stopped study has every row for its first seeds."""
@@ -78,9 +79,8 @@ class Study:
         A network depends on the variant alone, so it is built for the first seed only.
         """
         classes = len(self.train_images.class_names)
-        found = {"train": DataRecord.of(self.train_images), "val": DataRecord.of(self.val_images)}
         for trial in self.trials(variants):
-            trial.check_begun(self.out, self.train_images, found)
+            trial.check_begun(self.out, self.train_images, self.found)
             if trial.seed == self.seeds[0]:
                 recipe = trial.resolved()
                 spec = model_spec(recipe, classes)
@@ -89,12 +89,17 @@ class Study:
                     load_initial_weights(network, spec, weights, quiet=True)
 
     def run(self, variants: Sequence[Variant], after_each: Callable[[], object] = lambda: None) -> None:
-        """Train every trial to its end; failed ones are then in `failed`, the others in `scores`."""
+        """Train every trial to its end; failed ones are then in `failed`, the others in `scores`.
+
+        Raises InputError when a run began on other images than the study, whose rows could not be compared.
+        """
         make_folder(self.out)
         trials = self.trials(variants)
         runner = Runner(self.out, self.jobs, self.skip_bad)
         with closing(runner.run(trials)) as outcomes:
             for count, (trial, failure) in enumerate(outcomes, 1):
+                if RunFolder(trial.folder(self.out)).exists():
+                    trial.check_images(self.out, self.train_images, self.found)
                 history = trial.history(self.out)
                 if failure is None and history is not None:
                     metric = trial.resolved().selection.metric

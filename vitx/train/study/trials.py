@@ -60,6 +60,21 @@ class Trial:
         recipe = self.resolved()
         return history if is_finished(history, recipe.epochs, recipe.selection) else None
 
+    def check_images(self, study: Path, train: ImageSet, found: Mapping[str, DataRecord]) -> None:
+        """Raise InputError when the run was begun on other images than the study: `train`, and `found` of each split.
+
+        A run opens them itself when it begins, which may be days after the study.
+        """
+        folder = self.folder(study)
+        begun, classes = RunEnvironment.read(folder).data, RunFolder(folder).info.class_names
+        same = all(begun[split].same_images(record) for split, record in found.items())
+        if classes != train.class_names or not same:
+            raise InputError(
+                f"cannot go on with '{folder}': it was begun on {begun['train'].images} images of {len(classes)} "
+                f"classes, and this study on other ones of '{train.name}' ({len(train)} of {len(train.class_names)}); "
+                "choose another --out"
+            )
+
     def check_begun(self, study: Path, train: ImageSet, found: Mapping[str, DataRecord]) -> None:
         """Raise InputError when the run was begun with another recipe or on other images, or is damaged."""
         folder, run = self.folder(study), RunFolder(self.folder(study))
@@ -68,15 +83,7 @@ class Trial:
         difference = first_difference(self.resolved(), read_recipe(folder), ignoring=CHANGEABLE_SETTINGS)
         if difference:
             raise InputError(f"cannot go on with '{folder}': {difference}; choose another --out")
-        begun = RunEnvironment.read(folder)
-        classes = run.info.class_names
-        same = all(begun.data[split].same_images(record) for split, record in found.items())
-        if classes != train.class_names or not same:
-            raise InputError(
-                f"cannot go on with '{folder}': it was begun on {begun.data['train'].images} images of {len(classes)} "
-                f"classes, and '{train.name}' has other ones ({len(train)} of {len(train.class_names)}); choose "
-                "another --out"
-            )
+        self.check_images(study, train, found)
         links: tuple[Checkpoint, ...] = ("last", "best")
         for link in links:
             if run.checkpoint_path(link).is_symlink():
