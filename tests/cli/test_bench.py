@@ -77,6 +77,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return TUNING
 
     def load_test(request: BenchRequest, **options: Any) -> LoadTestReport:
+        del options["on_failure"]
         made.append(("load", request.threads, options))
         return LoadTestReport(
             runtime={"threads": 2},
@@ -200,6 +201,25 @@ def test_rates_and_scenarios_are_tables_of_their_own(tiny_bundle: Bundle, vitx: 
     code, out, _ = vitx("bench", tiny_bundle.path, "--rate", "1", "--json")
     assert (code, len(calls)) == (0, 1)
     assert LoadTestReport.model_validate_json(out).open_loop == (OPEN_LOOP,)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_was_measured_before_a_scenario_failed_is_printed(tiny_bundle: Bundle, vitx: Vitx, as_json: bool) -> None:
+    """It was lost: minutes of rates and scenarios that had their results."""
+    given = ("--rate", "50", "--scenario", "offline,server", "--p99", "0.001", "--seconds", "0.3", "--threads", "1")
+    code, out, err = vitx("bench", tiny_bundle.path, *given, *(["--json"] if as_json else []))
+    assert code == 1
+    assert "error: server scenario: p99 is " in err
+    if as_json:
+        report = LoadTestReport.model_validate_json(out)
+        assert [one.rate for one in report.open_loop] == [50]
+        assert [one.scenario for one in report.scenarios] == ["offline"]
+    else:
+        assert "answered/s" in out
+        assert "offline" in out
+    # Nothing was measured, and nothing is printed.
+    code, out, _ = vitx("bench", tiny_bundle.path, "--scenario", "server", *given[4:], *(["--json"] if as_json else []))
+    assert (code, out) == (1, "")
 
 
 @pytest.mark.parametrize(

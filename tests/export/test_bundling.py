@@ -77,6 +77,7 @@ def test_the_witness_set_has_the_checkpoint_s_logits(exported_bundle: Path) -> N
         (("--uncertified", "--witness", "9"), 2, "--witness 9 is made with the certificate: leave --uncertified out"),
         (("--uncertified", "--for", "cpu"), 2, "--for cpu keeps what the certificate passes: leave --uncertified out"),
         (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
+        (("--weights", "https://a.b/c.pth"), 2, "'https://a.b/c.pth' is a URL"),
         (("--model-arg", "heads=3"), 2, "'deepvit_digits' cannot be built with --model-arg heads=3: .*'heads'"),
         (("--model-arg", "depth"), 2, "--model-arg depth: expected KEY=VALUE"),
     ],

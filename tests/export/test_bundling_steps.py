@@ -147,7 +147,7 @@ def test_what_a_lower_precision_is_judged_on_and_written_for(
     assert conversions.named("tracing")[0][1][3] == opset
     ((function, arguments, limits),) = conversions.named(f"lowering to {precision}")
     assert (function, arguments[0].name, arguments[2], limits) == (lower_file, "model.onnx", PREPROCESSING, LIMITS)
-    assert arguments[1] == PrecisionRequest(precision, data, target, base, plan, True)
+    assert arguments[1] == PrecisionRequest(precision, data, target, base, plan, True, False)
     manifest = bundle.manifest
     assert manifest.base == base
     assert (manifest.precision, manifest.islands, manifest.lowering) == (precision, ("island",), {"target": "cpu"})
@@ -209,7 +209,7 @@ def test_a_bundle_for_a_processor_has_an_int8_graph_beside_its_own(
     ((_, arguments, limits),) = conversions.named("lowering to int8")
     assert (arguments[0].parts[-2:], arguments[2], limits) == (("int8", "model.onnx"), PREPROCESSING, LIMITS)
     # Written for the processor, whatever the plan is made for.
-    assert arguments[1] == PrecisionRequest("int8", judged_on, "cpu", "fp32", plan, True)
+    assert arguments[1] == PrecisionRequest("int8", judged_on, "cpu", "fp32", plan, True, False)
     assert manifest.files["int8/model.onnx"] == manifest.files["model.onnx"]  # a copy, as the lowering stands in
     assert (manifest.precision, manifest.islands) == ("fp32", ())
     assert manifest.lowering == {"int8_candidate": {"target": "cpu"}}

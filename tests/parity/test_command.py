@@ -60,6 +60,10 @@ def test_what_comes_next_is_not_to_serve_a_bundle_that_would_be_refused(
     code, _, said = vitx(*pair, "--runtime", "onnxruntime")
     assert (code, "next:" in said) == (0, False)
     assert f"vitx serve would refuse it: {file} was changed after it was written" in said
+    file.write_bytes(b"{")  # nor is what passed void where nothing can be read of it
+    code, _, said = vitx(*pair, "--runtime", "onnxruntime")
+    assert (code, "next:" in said) == (0, False)
+    assert f"vitx serve would refuse it: {file} is not a valid Certificate" in said
 
 
 @pytest.mark.parametrize(("rate", "bound"), [("0", "greater than 0"), ("1", "less than 1"), ("-0.1", "greater than 0")])

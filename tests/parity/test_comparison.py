@@ -335,6 +335,13 @@ def test_each_model_reads_images_of_its_own_preprocessing_in_every_pass() -> Non
     assert (reference.sides, candidate.sides, found.max_logit_error) == ({1}, {2}, 0)
 
 
+def test_of_a_batch_larger_than_the_images_what_ran_is_told() -> None:
+    session = TableSession(np.eye(3, dtype=np.float32))
+    images = numbered_images([0, 1, 2], ("a", "b", "c"))
+    found = compare(session, session, images, PIXEL, batch_sizes=(2, 3, 500), quiet=True)
+    assert (found.batch_size, found.batch_sizes, set(found.max_logit_error_by_batch_size)) == (3, (2, 3), {2, 3})
+
+
 def test_images_are_decoded_once_for_two_models_that_differ_in_normalisation_alone() -> None:
     images = numbered_images(LABELS, CLASSES)
     reads: list[int] = []

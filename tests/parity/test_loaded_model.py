@@ -278,6 +278,12 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     assert "in 'repository/tiny' Triton runs the TensorRT plan, on the GPU" in capsys.readouterr().err
 
 
+def test_a_run_completed_by_the_shell_has_its_bundle_beside_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporting = Exporting(monkeypatch, bundle)
+    export_certified("runs/x/", quiet=True)
+    assert exporting.calls["export"][1] == Path("runs/x.vitx")
+
+
 def test_what_comes_after_the_bundle_is_checked_before_it(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -297,6 +303,22 @@ def test_what_comes_after_the_bundle_is_checked_before_it(
     with pytest.raises(InputError, match=r"the label 'b\\nc' does not fit a line of Triton's labels\.txt: rename"):
         export_certified("runs/x", tmp_path / "o.vitx", ExportOptions(triton=tmp_path / "models"), quiet=True)
     assert exporting.calls == {}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), InputError("no")])
+def test_a_bundle_whose_repository_cannot_be_written_is_named(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    """It may have taken hours, and the error is of another folder."""
+
+    def refuse(*asked: Any, **options: Any) -> Path:
+        raise error
+
+    Exporting(monkeypatch, bundle)
+    monkeypatch.setattr(exported, "triton_repository", refuse)
+    with pytest.raises(type(error)):
+        export_certified("runs/x", "o.vitx", ExportOptions(triton=Path("repository")), quiet=True)
+    assert capsys.readouterr().err == "export: 'o.vitx' is written and stays; what follows it failed\n"
 
 
 def test_an_uncertified_export_looks_at_no_images(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,15 +97,20 @@ def test_an_unknown_file_in_the_folder_is_named(bundle: Bundle) -> None:
         Bundle.open(bundle.path)
 
 
-def test_verify_with_the_run_repeats_the_comparison(bundle: Bundle, tiny_run: RunFolder, vitx: Vitx) -> None:
+def test_verify_with_the_run_repeats_the_comparison(
+    bundle: Bundle, tiny_run: RunFolder, vitx: Vitx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITX_CACHE", str(tmp_path / "cache"))
     code, out, err = vitx("parity", "--verify", bundle.path, tiny_run.path, "--device", "cpu", "--json")
     assert code == 0, err
     numbers = {number["name"]: number for number in json.loads(out)["numbers"]}
     assert all(number["agrees"] for number in numbers.values())
     assert numbers["images"]["seen"] == 360
     assert 0 < numbers["largest logit error"]["seen"] < 1e-4
-    code, _, err = vitx("parity", "--verify", tiny_run.path, bundle.path, "--device", "cpu", "--quiet")
-    assert code == 0, err
+    url = f"file://{bundle.path}"
+    for pair in ((tiny_run.path, bundle.path), (url, tiny_run.path)):
+        code, _, err = vitx("parity", "--verify", *pair, "--device", "cpu", "--quiet")
+        assert code == 0, err
 
 
 def test_verify_without_a_run_replays_the_candidate(bundle: Bundle, vitx: Vitx) -> None:

@@ -393,6 +393,8 @@ def test_bundle_and_run_are_given_in_either_order(
 ) -> None:
     path, asked, sessions = verified
     run = path.parent / "run"
+    run.mkdir()
+    (run / "run.json").touch()
     pair = (run, path) if swapped else (path, run)
     found = verify_certificate(*pair, ParityOptions(device="cpu"))
     assert asked == [

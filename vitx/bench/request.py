@@ -1,7 +1,7 @@
 """What `vitx bench` was asked to measure. Every runtime is loaded, or refused, before anything is measured."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from vitx.bench.open_loop import OpenLoopRun, check_arrivals
 from vitx.bench.scenarios import Scenario, ScenarioResult, ScenarioSettings, run_at_rate, run_scenario
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.console import counted
-from vitx.core.errors import InputError
+from vitx.core.errors import InputError, VitxError
 from vitx.core.files import Record
 from vitx.core.latency import Tuning
 from vitx.core.machine import describe_machine, usable_cores
@@ -122,10 +122,12 @@ class BenchRequest:
         instances: int | None,
         seconds: float,
         p99: float,
+        on_failure: Callable[[LoadTestReport], None] = lambda measured: None,
     ) -> LoadTestReport:
         """Measure rates and scenarios through the server's batcher, for `seconds` each. p99: the bound, in seconds.
 
         instances: as many as `vitx serve` takes with these instances and threads, which share the cores as there.
+        on_failure: called with what was measured before an error that ends it, if anything was.
         """
         if not (0 < seconds < math.inf and p99 > 0):
             raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0, and finite seconds")
@@ -142,18 +144,30 @@ class BenchRequest:
             batching = fitted(batching, session)
             curve = measure_curve(session, shape, batching)
             settings = ScenarioSettings(batching, seconds, p99, curve, session.under_load.infer)
-            open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]
-            answers = [run_scenario(scenario, session.infer, images, settings) for scenario in scenarios]
-            return LoadTestReport(
-                runtime=session.describe(),
-                machine=describe_machine(),
-                instances=count,
-                max_batch=max_batch,
-                max_delay_ms=1e3 * batching.max_delay,
-                open_loop=tuple(open_loop),
-                scenarios=tuple(answers),
-                created=timestamp(),
-            )
+            open_loop, answers = list[OpenLoopResult](), list[ScenarioResult]()
+
+            def report() -> LoadTestReport:
+                return LoadTestReport(
+                    runtime=session.describe(),
+                    machine=describe_machine(),
+                    instances=count,
+                    max_batch=max_batch,
+                    max_delay_ms=1e3 * batching.max_delay,
+                    open_loop=tuple(open_loop),
+                    scenarios=tuple(answers),
+                    created=timestamp(),
+                )
+
+            try:
+                for rate in rates:
+                    open_loop.append(OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)))
+                for scenario in scenarios:
+                    answers.append(run_scenario(scenario, session.infer, images, settings))
+            except VitxError:
+                if open_loop or answers:
+                    on_failure(report())
+                raise
+            return report()
 
     def read_image(self, path: Path) -> bytes:
         """The bytes of an image file that can be decoded; raise InputError for one that cannot."""

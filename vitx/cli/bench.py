@@ -1,6 +1,7 @@
 """`vitx bench`: how fast a bundle is on this machine, and what binds it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vitx.bench.options import BenchOptions
@@ -8,7 +9,7 @@ from vitx.cli.options import BundleArgument, Json, Quiet, from_records, require_
 from vitx.core.console import counted, print_json, print_table
 
 if TYPE_CHECKING:
-    from vitx.bench.request import BenchRequest
+    from vitx.bench.request import BenchRequest, LoadTestReport
     from vitx.core.latency import Latency
 
 
@@ -115,6 +116,7 @@ def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool)
     scenarios = () if options.scenario is None else parse_scenarios(options.scenario)
     if "server" not in scenarios:
         require_effect(options, type(options).model_fields.keys() - {"p99"}, "without --scenario server: leave it out")
+    show = partial(_print_load_test, request, as_json=as_json)
     report = request.load_test(
         rates=() if options.rate is None else parse_rates(options.rate),
         scenarios=scenarios,
@@ -122,7 +124,12 @@ def _load_test(request: "BenchRequest", options: BenchOptions, *, as_json: bool)
         instances=options.instances,
         seconds=options.seconds,
         p99=options.p99 / 1000,
+        on_failure=show,
     )
+    show(report)
+
+
+def _print_load_test(request: "BenchRequest", report: "LoadTestReport", *, as_json: bool) -> None:
     if as_json:
         print_json(report.model_dump(mode="json"))
         return

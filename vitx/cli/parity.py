@@ -9,7 +9,7 @@ import typer
 
 from vitx.cli.options import Json, Quiet, from_records, not_empty, require_effect
 from vitx.core.console import log, log_next, print_fields, print_json, print_table
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import InputError, VitxError
 from vitx.parity.options import ParityOptions
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def command(
 
     Exit code 1 when the verdict is fail; the certificate is written all the same and says why.
     """
-    from vitx.core.bundle import MANIFEST
+    from vitx.core.bundle import MANIFEST, url_of
+    from vitx.core.urls import without_password
     from vitx.parity.check import check_parity
     from vitx.parity.executables.first_load import certify_here, require_passing
     from vitx.parity.replay import verify_certificate
@@ -59,16 +60,18 @@ def command(
         replay = verify_certificate(reference, Path(candidate) if candidate else None, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()
-        _log_next(replay.bundle.path, quiet=quiet)
+        _log_next(replay.bundle.path, str(replay.bundle.path), quiet=quiet)
         return
     if candidate is None:
         applied = {"runtime", "max_flip_rate", "device"}
         require_effect(options, applied, f"on '{reference}' alone: leave it out, or give a reference and a candidate")
         verdicts = certify_here(reference, options, quiet=quiet)
-        _print_verdicts(reference, verdicts, as_json=as_json)
+        named = url_of(reference)  # with both slashes, which a path of it has not
+        shown = without_password(named) if named else str(reference)
+        _print_verdicts(shown, verdicts, as_json=as_json)
         for verdict in verdicts:
-            require_passing(reference, verdict)
-        _log_next(reference, quiet=quiet)
+            require_passing(shown, verdict)
+        _log_next(reference, shown, quiet=quiet)
         return
     if re.match("https?:/", str(reference)):
         raise InputError(f"the reference is '{reference}': expected a run or a bundle; a served model is the candidate")
@@ -82,37 +85,38 @@ def command(
     _print_result(result, candidate, as_json=as_json)
     result.require_pass(reference, candidate)
     if (Path(candidate) / MANIFEST).is_file():
-        _log_next(Path(candidate), quiet=quiet)
+        _log_next(Path(candidate), candidate, quiet=quiet)
 
 
-def _log_next(path: Path, *, quiet: bool) -> None:
+def _log_next(path: Path, shown: str, *, quiet: bool) -> None:
     """The command that serves a bundle, or why none would: what passed here need not be what its certificate says."""
-    from vitx.core.bundle import Bundle, read_manifest
+    from vitx.core.bundle import Bundle, local_bundle, read_manifest
 
     try:
-        Bundle(path, read_manifest(path)).require_certificate()
-    except CheckFailed as refusal:
+        folder = local_bundle(path)  # of a URL, or of a volume that Kubernetes mounts
+        Bundle(folder, read_manifest(folder)).require_certificate()
+    except VitxError as refusal:
         log(f"parity: vitx serve would refuse it: {refusal}", quiet=quiet)
     else:
-        log_next("vitx", "serve", path, quiet=quiet)
+        log_next("vitx", "serve", shown, quiet=quiet)
 
 
 def _print_replay(replay: "Replay", *, as_json: bool) -> None:
-    path = replay.bundle.path
+    path = str(replay.bundle.path)
     if as_json:
         numbers = [asdict(number) for number in replay.numbers]
         listed = [verdict.model_dump(mode="json") for verdict in replay.executables]
-        print_json({"bundle": str(path), "numbers": numbers, "executables": listed})
+        print_json({"bundle": path, "numbers": numbers, "executables": listed})
         return
     rows = [(n.name, n.certified, n.seen, "agrees" if n.agrees else "DIFFERS") for n in replay.numbers]
     print_table(f"certificate of {path}, replayed", ("", "certified", "measured now", ""), rows)
     _print_verdicts(path, replay.executables, as_json=False)
 
 
-def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool) -> None:
+def _print_verdicts(path: str, verdicts: "Sequence[Verdict]", *, as_json: bool) -> None:
     if as_json:
         listed = [verdict.model_dump(mode="json") for verdict in verdicts]
-        print_json({"bundle": str(path), "executables": listed})
+        print_json({"bundle": path, "executables": listed})
         return
     rows = [
         (

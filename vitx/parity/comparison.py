@@ -112,10 +112,11 @@ def compare(
     All images: the reference once, the candidate once at the largest of `batch_sizes` up to 32. Then the candidate over
     the probe images at every batch size in the images' order, at the largest sizes in a shuffled order (other
     neighbours, another place), and at one size with each batch reversed (the same neighbours, another place).
-    `probe_images`: how many those are; as many as the largest batch size if that is more. Raises InputError for
-    impossible batch sizes, a reference that is not finite, and another number of classes.
+    `probe_images`: how many those are; as many as the largest batch size if that is more. Of a batch size beyond the
+    number of images that number is taken, and told: no larger batch has run. Raises InputError for impossible batch
+    sizes, a reference that is not finite, and another number of classes.
     """
-    sizes = tuple(sorted(set(batch_sizes)))
+    sizes = tuple(sorted({min(size, len(images)) for size in batch_sizes}))
     if not sizes or sizes[0] < 1:
         raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
     main_size = max((size for size in sizes if size <= REFERENCE_BATCH), default=sizes[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from vitx.core.bundle import INT8_MODEL, MANIFEST, Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import ENGINES_FOLDER
@@ -53,7 +53,8 @@ def export_certified(
         check_private_key(options.sign)
     if options.calibration is not None:  # found later, --for cpu would take it for a reason to leave the int8 graph out
         open_images(options.calibration, "train", skip_bad=options.skip_bad)
-    out = Path(out or (f"{request.network}.vitx" if request.is_model else f"{target}.vitx"))
+    # Through a Path, as `runs/net/` is how a shell completes a folder's name.
+    out = Path(out or f"{request.network if request.is_model else Path(target)}.vitx")
     written = {"--out": out}
     if options.hub is not None:
         check_hub_folder(options.hub)
@@ -79,6 +80,15 @@ def export_certified(
     if not options.uncertified:
         plan = sampling_plan(request, options.data, options.max_flip_rate, skip_bad=options.skip_bad)
     bundle = export_bundle(request, out, options, plan=plan, quiet=quiet, accept=accept)
+    try:
+        _write_beside(bundle, request, out, options, quiet=quiet)
+    except (OSError, VitxError):
+        log(f"export: '{out}' is written and stays; what follows it failed")
+        raise
+    return bundle
+
+
+def _write_beside(bundle: Bundle, request: SourceRequest, out: Path, options: ExportOptions, *, quiet: bool) -> None:
     if options.triton is not None:
         engine = bundle.path / ENGINES_FOLDER / "tensorrt.plan" if options.trt else None
         model = triton_repository(out, options.triton, plan=engine, allow_uncertified=options.uncertified)
@@ -86,7 +96,6 @@ def export_certified(
         log(f"export: in '{model}' Triton runs {what}", quiet=quiet)
     if options.hub is not None:
         log(f"export: '{write_hub_folder(request, bundle, options.hub)}' is a folder for timm", quiet=quiet)
-    return bundle
 
 
 def _require_apart(written: Mapping[str, Path]) -> None:
@@ -110,11 +119,7 @@ def source_request(target: str | Path, options: ExportOptions, weights: str) -> 
     Raises InputError for weights of a run and a checkpoint of a `model:`, which would not be the ones exported.
     """
     request = SourceRequest(str(target), which=options.checkpoint, weights=weights, data=options.data)
-    if request.is_model and options.checkpoint != "best":
-        raise InputError(f"--checkpoint {options.checkpoint} is of a run, and '{target}' is none: give --weights FILE")
-    if not request.is_model and weights != "pretrained":
-        request.require_known()  # a network's name without `model:` is no run
-        raise InputError(f"--weights {weights} is of a model:NAME, and '{target}' is a run: choose with --checkpoint")
+    request.require_used()
     return request if request.is_model else replace(request, data=None)
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate, Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, VitxError
@@ -92,7 +92,7 @@ class Replay:
 
 def verify_certificate(first: Path, second: Path | None, options: ParityOptions, *, quiet: bool = False) -> Replay:
     """Replay the certificate of a bundle; the two paths are the bundle and, if given, its run, in either order."""
-    swapped = second is not None and not (first / MANIFEST).is_file()
+    swapped = second is not None and RunFolder(first).exists()
     path, run = (second or first, first) if swapped else (first, second)
     bundle = Bundle.open(path)
     certificate = verify_files(bundle)

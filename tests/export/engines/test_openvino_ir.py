@@ -11,6 +11,7 @@ import pytest
 import timm
 from onnx import helper
 
+import vitx.export.engines.targets as targets
 from bundle_fixture import tiny_graph
 from reference import randomize
 from vitx.core.errors import InputError
@@ -142,6 +143,36 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
+def test_what_openvino_cannot_write_for_another_reason_is_no_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash: the graph is searched for the part that shows it."""
+
+    def fails(*given: object, **options: object) -> None:
+        raise RuntimeError("Serializing a node of type X is not supported")
+
+    onnx.save(tiny_graph(), str(tmp_path / "model.onnx"))
+    monkeypatch.setattr(openvino, "save_model", fails)
+    with pytest.raises(RuntimeError, match=r"^Serializing a node of type X is not supported$"):
+        openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_what_was_written_is_tried_as_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, also where the processor has bfloat16; and read whole: a cut file that is mapped ends the process."""
+    given: list[object] = []
+    compile_model = openvino.Core.compile_model
+
+    def noted(core: object, model: str, *options: object) -> object:
+        given.append(options)
+        return compile_model(core, model, *options)
+
+    onnx.save(tiny_graph(), str(tmp_path / "model.onnx"))
+    monkeypatch.setattr(openvino.Core, "compile_model", noted)
+    openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
+    assert given == [("CPU", {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_MMAP": False})]
+
+
 def test_a_part_of_a_graph_may_have_two_inputs(tmp_path: Path) -> None:
     """The parts that a reproduction of a crash tries: an error of this function passed for the crash it looks for."""
     sides = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 5, 4]) for name in "abc"]
@@ -149,3 +180,16 @@ def test_a_part_of_a_graph_may_have_two_inputs(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), str(tmp_path / "model.onnx"))
     files = openvino_from_onnx(tmp_path / "model.onnx", tmp_path / "openvino")
     assert [path.name for path in files] == ["model.bin", "model.xml"]
+
+
+def test_a_crash_is_shown_by_files_that_are_thrown_away(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[list[str]] = []
+    monkeypatch.setattr(
+        targets, "openvino_from_onnx", lambda *given: written.append([p.name for p in openvino_from_onnx(*given)])
+    )
+    onnx.save(tiny_graph(), str(tmp_path / "model.onnx"))
+    targets.CONVERT["openvino"](tmp_path / "model.onnx")
+    assert written == [["model.bin", "model.xml"]]
+    assert [*temporary.iterdir()] == []

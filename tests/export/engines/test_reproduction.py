@@ -1,6 +1,7 @@
 """A crashed conversion leaves the smallest part of the graph that still crashes, and a script that runs it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,30 @@ def test_a_crash_that_does_not_come_again_is_not_reproduced(
             *("openvino", crash_on_gelu, graph), failed=tmp_path / "failed", seconds=60, memory_gib=8
         )
     assert [*tmp_path.iterdir()] == [graph]
+
+
+@pytest.mark.parametrize(("seconds", "allowed"), [(60, 60), (5000, 300)])
+def test_what_a_crash_leaves_is_said(
+    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, allowed: float
+) -> None:
+    """A part is tried for five minutes at most, however long the conversion may take, and as the script runs it."""
+    asked: list[tuple[object, ...]] = []
+
+    def run(title: str, convert: object, path: Path, *rest: object, **limits: float) -> None:
+        asked.append((title, convert, rest, limits))
+        if "Gelu" in {node.op_type for node in onnx.load(str(path)).graph.node}:
+            raise ConversionCrashed("it died")
+
+    for module in (targets, reproduction):
+        monkeypatch.setattr(module, "run_limited", run)
+    failed = tmp_path / "failed"
+    said = f"it died; a graph of 1 node that does the same, and a script that shows it, are in {failed}"
+    with pytest.raises(ConversionCrashed, match=f"^{re.escape(said)}$"):
+        targets.convert_limited("tensorrt", hang, graph, "more", failed=failed, seconds=seconds, memory_gib=8)
+    assert asked[0] == ("tensorrt", hang, ("more",), {"seconds": seconds, "memory_gib": 8})
+    tried = ("bisecting", targets.convert_tensorrt, (), {"seconds": allowed, "memory_gib": 8})
+    assert len(asked) > 2
+    assert asked[1:] == [tried] * len(asked[1:])
 
 
 def test_a_limit_that_is_exceeded_is_no_crash(graph: Path, tmp_path: Path) -> None:

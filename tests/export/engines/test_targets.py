@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,21 +178,18 @@ def test_an_image_too_thin_for_the_network_ends_no_lowering(tmp_path: Path, caps
     (pictures / "thin.png").write_bytes(encode_png(np.zeros((1, 60000, 3), np.uint8)))
     shutil.copytree(tmp_path / "images" / "train", tmp_path / "images" / "val")
     onnx.save(tiny_graph(), tmp_path / "model.onnx")
-    request = PrecisionRequest("fp16", str(tmp_path / "images"), quiet=True, skip_bad=True)
+    request = PrecisionRequest("fp16", str(tmp_path / "images"), "cpu", "fp32", None, quiet=True, skip_bad=True)
     lowered = targets.lower_file(tmp_path / "model.onnx", request, PREPROCESSING)
     assert lowered.details["held_out_images"] == MIN_HALF_IMAGES
-    assert re.search(r"^left out 1 image: .*thin\.png: image of 60000×1 pixels", capsys.readouterr().err)
+    assert re.fullmatch(r"left out 1 image: .*thin\.png: image of 60000×1 pixels.*\n", capsys.readouterr().err)
     with pytest.raises(InputError, match=r"thin\.png: image of 60000×1 pixels: too thin .* or pass --skip-bad"):
         targets.lower_file(tmp_path / "model.onnx", replace(request, skip_bad=False), PREPROCESSING)
 
 
 def test_bfloat16_is_certified_by_its_twin_on_a_cpu(
-    own_bundle: Path, random_source: SourceRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_bundle: Path, random_source: SourceRequest, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ONNX Runtime's CPU cannot load the graph itself."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     bundle = in_bfloat16(own_bundle)
     with pytest.raises(EnvironmentMissing, match="has no bf16 kernels for a CPU"):
         load_session(bundle, device="cpu")

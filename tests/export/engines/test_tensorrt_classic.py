@@ -1,6 +1,8 @@
 """The classic TensorRT's options, on a fake that records the calls: the library itself needs a GPU to build."""
 
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from vitx.core import console
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
 from vitx.core.tensorrt_plan import check_plan
-from vitx.export.engines import tensorrt_library
+from vitx.export.engines import tensorrt_engine, tensorrt_library
+from vitx.export.engines.targets import CONVERT, EngineRequest, build_engine
 from vitx.export.engines.tensorrt_engine import engine_from_onnx
+from vitx.export.options import EngineOptions
 
 
 class Names:
@@ -165,13 +170,19 @@ def test_every_option_reaches_the_builder(library: ClassicTensorRT, graph: Path,
     assert check_plan(tmp_path / "a.plan", architecture="sm120", version="10.17.0.1") == info
 
 
-def test_defaults_set_no_flag(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
+def test_defaults_set_no_flag(
+    library: ClassicTensorRT, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_engine, "time", SimpleNamespace(perf_counter=partial(next, iter([100.0, 107.12345]))))
     report = engine_from_onnx(graph, tmp_path / "a.plan", flavor="tensorrt", architectures=("sm89",), quiet=True)
     assert library.config.flags == []
     assert library.config.cleared == ["TF32"]  # fp32 is fp32
     assert not hasattr(library.config, "hardware_compatibility_level")
     assert not hasattr(library.config, "num_compute_capabilities")
     assert report.info.timing_cache_out_sha256 is None
+    assert report.info.build_seconds == 7.123
+    # It tells no layers of its own when it builds, so there is no table of them.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "a.plan.json", "g.onnx"]
 
 
 def test_a_damaged_timing_cache_is_begun_anew(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
@@ -208,3 +219,67 @@ def test_it_builds_for_this_machine_only(
     with pytest.raises(EnvironmentMissing, match=r"the NVIDIA driver offers none here: .*--trt-rtx") as caught:
         engine_from_onnx(graph, tmp_path / "a.plan", flavor="tensorrt", quiet=True)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_request_is_built_with_all_its_options(
+    library: ClassicTensorRT,
+    graph: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quiet: bool,
+) -> None:
+    cache = tmp_path / "timing.cache"
+    options = EngineOptions(
+        batches=(1, 4), builder_level=5, timing_cache=cache, version_compatible=True, hardware_compatible=True
+    )
+    request = EngineRequest("tensorrt", options, ("sm89",))
+    request.check()
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=partial(next, count(0, 10))))  # each look a line
+    build_engine(graph, tmp_path / "a.plan", request, quiet)
+    assert capsys.readouterr().err.partition(": ")[0] == ("" if quiet else "tensorrt 10.16.1.11")
+    config = library.config
+    assert [shape[1:4] for shape in config.profiles] == [(1, 1, 1), (2, 4, 4)]
+    assert (config.builder_optimization_level, config.flags) == (5, ["VERSION_COMPATIBLE"])
+    assert config.hardware_compatibility_level == "AMPERE_PLUS"
+    assert cache.read_bytes() == b"+timed"
+    assert check_plan(tmp_path / "a.plan", version="10.16.1.11").architectures == ("sm89",)
+
+
+@pytest.mark.parametrize(
+    ("options", "architectures", "message"),
+    [
+        ({"batches": (8, 1)}, (), "^batch sizes 8, 1: "),
+        ({"builder_level": 6}, (), "^builder level 6: expected 0"),
+        ({"plugin": "flash", "hardware_compatible": True}, (), "^a plan with the flash plugin holds code for one GPU"),
+        ({"timing_cache": Path("/")}, (), "is a folder: expected a file name"),
+        ({}, ("sm120",), "^TensorRT builds for this machine's sm89 only, not for sm120"),
+    ],
+)
+def test_a_request_that_cannot_be_built_is_refused_before_there_is_a_graph(
+    library: ClassicTensorRT, options: dict[str, Any], architectures: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        EngineRequest("tensorrt", EngineOptions(**options), architectures).check()
+
+
+def test_a_gpu_without_the_precision_is_refused_before_there_is_a_graph(
+    library: ClassicTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EngineRequest("tensorrt").check("fp8", "fp16")
+    monkeypatch.setattr(tensorrt_library, "local_architectures", lambda: ("sm86",))
+    EngineRequest("tensorrt").check("int8", "fp16")
+    with pytest.raises(InputError, match=r"^fp8 needs compute capability 8\.9 or newer, and sm86 has none"):
+        EngineRequest("tensorrt").check("fp8", "fp16")
+
+
+def test_a_crash_is_shown_by_a_plan_that_is_thrown_away(
+    library: ClassicTensorRT, graph: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CONVERT["tensorrt"](graph)
+    assert len(library.config.profiles) == 4
+    assert [*temporary.iterdir()] == []
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(EnvironmentMissing, match=r"^tensorrt-rtx cannot be imported"):
+        CONVERT["tensorrt-rtx"](graph)

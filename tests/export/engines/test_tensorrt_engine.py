@@ -22,7 +22,7 @@ from vitx.export.engines.build_log import BuildLog, BuildProgress
 from vitx.export.engines.profiles import DEFAULT_PROFILES, profiles_for, write_plan
 from vitx.export.engines.tensorrt_engine import EngineReport, check_options, engine_from_onnx, known_issues
 from vitx.export.engines.tensorrt_graph import load_for_tensorrt
-from vitx.export.engines.tensorrt_library import check_version, load_flavor
+from vitx.export.engines.tensorrt_library import Library, check_version, load_flavor
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HalfGraph
 from vitx.export.precision.lower import lower_precision
@@ -226,6 +226,23 @@ def test_an_architecture_that_the_library_does_not_know_writes_nothing(small_gra
     with pytest.raises(InputError, match="cannot build for 'sm90'"):
         engine_from_onnx(small_graph, tmp_path / "a.plan", flavor=RTX, architectures=("sm90",), quiet=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_cannot_be_written_is_not_built_and_takes_no_graph_s_place(
+    small_graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    monkeypatch.setattr(Library, "build", lambda *_: pytest.fail("it was built"))
+    before = small_graph.read_bytes()
+    (tmp_path / "link.plan").symlink_to(small_graph)
+    for path, words in (
+        (tmp_path, "is a folder"),
+        (small_graph, "is the graph"),
+        (tmp_path / "link.plan", "the graph"),
+    ):
+        with pytest.raises(InputError, match=words):
+            engine_from_onnx(small_graph, path, flavor=RTX, architectures=("sm86",), quiet=True)
+    assert small_graph.read_bytes() == before
 
 
 @pytest.mark.parametrize(

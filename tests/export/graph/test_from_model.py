@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from onnx import helper, numpy_helper
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 from vitx.export import ALL, ImageClassifier, onnx_from_model, rewrite_for_export
 from vitx.export.graph.dataflow import opset_of
-from vitx.export.graph.from_model import graph_of, require_equal
+from vitx.export.graph.from_model import clean, graph_of, require_equal
 from vitx.export.rewrite.rewrites import rewrite_checked
 from vitx.models import image_tensor
 from vitx.models.window_attention import MASKED
@@ -263,6 +264,64 @@ def test_a_graph_of_another_network_is_refused(exported: tuple[torch.nn.Module, 
         require_equal(ImageClassifier(model, other).eval(), path, 32)
 
 
+def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """One logit an image could be compared with five: each would be compared with the same one."""
+    pixels = Preprocessing(image_size=8)
+    one = ImageClassifier(Buffers(lambda logits: logits[:, :1]), pixels).eval()
+    onnx_from_model(one, pixels, (), tmp_path / "one.onnx")
+    five = ImageClassifier(Buffers(lambda logits: logits[:, :1].expand(-1, 5)), pixels).eval()
+    with pytest.raises(CheckFailed, match=r"^the graph gives \(1, 1\) for a batch of 1, expected \(1, 5\)$"):
+        require_equal(five, tmp_path / "one.onnx", 8)
+
+
+def test_a_graph_that_differs_in_one_logit_is_refused(tmp_path: Path) -> None:
+    pixels = Preprocessing(image_size=8)
+    onnx_from_model(ImageClassifier(Buffers(lambda logits: logits), pixels).eval(), pixels, (), tmp_path / "model.onnx")
+    other = Buffers(lambda logits: torch.cat((logits[:, :4], 1.01 * logits[:, 4:]), dim=1))
+    with pytest.raises(CheckFailed, match=r"differs from the network at a batch of 1: by 0\.\d+ of the largest logit"):
+        require_equal(ImageClassifier(other, pixels).eval(), tmp_path / "model.onnx", 8)
+
+
+def test_a_graph_is_folded_unless_that_is_declined(re_attention: torch.nn.Module) -> None:
+    assert len(traced(re_attention)) < len(traced(re_attention, folded=False))
+
+
+def test_what_depends_on_weights_alone_is_computed_once(tmp_path: Path) -> None:
+    """However large: above the exporter's own limit of 512 x 512 it was computed again for each batch."""
+    pixels = Preprocessing(image_size=8)
+    classifier = ImageClassifier(OuterProduct(), pixels).eval()
+    graph = onnx_from_model(classifier, pixels, (), tmp_path / "outer.onnx").graph
+    weights = {weight.name for weight in graph.initializer}
+    assert [node.op_type for node in graph.node if weights.issuperset(node.input)] == []
+    assert [600, 600] in [list(weight.dims) for weight in graph.initializer]
+
+
+@pytest.mark.parametrize(("elements", "stored"), [(2**16, 1), (2**16 + 1, 2)])
+def test_equal_constants_are_stored_once_unless_they_are_large(elements: int, stored: int) -> None:
+    """A copy of each constant that is compared is kept in memory."""
+    nodes = [helper.make_node("Add", ["x", "first"], ["sum"]), helper.make_node("Mul", ["sum", "second"], ["y"])]
+    weights = [numpy_helper.from_array(np.arange(elements, dtype=np.float32), name) for name in ("first", "second")]
+    assert len(cleaned(nodes, [elements], weights).initializers) == stored
+
+
+def test_a_constant_of_no_elements_is_a_constant_too() -> None:
+    """The shape of a scalar."""
+    shape = numpy_helper.from_array(np.array([], dtype=np.int64))
+    nodes = [helper.make_node("Constant", [], ["shape"], value=shape), helper.make_node("Reshape", ["x", "shape"], "y")]
+    graph = cleaned(nodes, [1], [])
+    assert [node.op_type for node in graph] == ["Reshape"]
+    assert [value.const_value.shape for value in graph.initializers.values()] == [(0,)]
+
+
+def cleaned(nodes: list[Any], shape: list[int], weights: list[Any]) -> Any:
+    """The graph of these nodes, from x of this shape to y of any, after `clean` without folds."""
+    ends = [helper.make_tensor_value_info(*of) for of in (("x", 1, shape), ("y", 1, None))]
+    graph = helper.make_graph(nodes, "cleaned", ends[:1], ends[1:], weights)
+    model = onnx_ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
+    clean(model, folded=False)
+    return model.graph
+
+
 def test_unknown_opset(tmp_path: Path) -> None:
     model = timm.create_model("deit_digits", depth=1).eval()
     with pytest.raises(InputError, match="opset 7: expected 18 to 24"):
@@ -318,6 +377,17 @@ class Buffers(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.form(x.mean(dim=(2, 3)) @ self.weight)
+
+
+class OuterProduct(nn.Module):
+    """Its matrix is made of two vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = (nn.Parameter(torch.linspace(low, 1, 600)) for low in (0.5, 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=(1, 2, 3))[:, None].expand(-1, 600) @ (self.rows[:, None] + self.columns)
 
 
 def test_a_network_may_have_no_parameters(tmp_path: Path) -> None:

@@ -78,6 +78,18 @@ def test_all_are_timed_and_the_fastest_alone_is_judged(
         assert session.describe()["runtime"] == "onnxruntime"
 
 
+@pytest.mark.parametrize("changes", [{"version": "2020.1"}, {"architecture": "x86_64 amx"}])
+def test_what_another_machine_or_version_found_decides_nothing_here(witnessed: Bundle, changes: dict[str, str]) -> None:
+    """Machines may share a cache: there the slower one was fast, and the faster one failed."""
+    first = choose(witnessed)
+    for verdict in cached_verdicts(witnessed):
+        faster = verdict.executable.runtime == first[0].removesuffix("-cpu")
+        found = {"verdict": "fail" if faster else "pass", "images_per_second": 1.0 if faster else 1e9}
+        executable = verdict.executable.model_copy(update=changes)
+        keep_verdict(witnessed, verdict.model_copy(update={**found, "executable": executable}))
+    assert choose(witnessed) == first
+
+
 def test_the_speed_of_a_candidate_is_that_of_warm_batches(witnessed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that compiles, and two of four images of which the faster one counts."""
     clock = iter([0.0, 50.0, 60.0, 64.0, 70.0, 72.0])

@@ -159,6 +159,7 @@ def kept(everything: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     failed, not_run = verdict("openvino-bf16", word="fail"), verdict("tensorrt-rtx", word="not run")
     monkeypatch.setattr(Bundle, "certificate", lambda self: certificate(executables=(*listed, failed, not_run)))
     monkeypatch.setattr(choice, "cached_verdicts", lambda bundle: verdicts)
+    monkeypatch.setattr(choice, "is_of_here", lambda executable: True)
     return verdicts
 
 

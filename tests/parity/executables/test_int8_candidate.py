@@ -89,7 +89,7 @@ def test_one_that_fails_is_dropped_and_the_certificate_says_why(
     assert (verdict.verdict, "flipped" in verdict.reasons[0]) == ("fail", True)
     # The others are certified as before, and the missing graph is named when it is asked for.
     assert INT8 not in runtimes_by_speed(left, "auto", device="cpu", threads=1, quiet=True)
-    with pytest.raises(InputError, match=r"has no int8/model\.onnx: export it again with --for cpu, or choose"):
+    with pytest.raises(InputError, match=r"has no int8/model\.onnx: export it again with --for cpu, which says why"):
         load_session(left, INT8)
     # A replay finds what the export found, and that is no contradiction; that it should fail and passed is one.
     certified = left.require_certificate().executables

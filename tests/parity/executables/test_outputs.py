@@ -144,6 +144,19 @@ def test_a_bundle_without_outputs_is_written_as_before(tmp_path: Path) -> None:
         assert b"outputs" not in path.read_bytes()
 
 
+def test_a_runtime_that_does_not_take_the_graph_is_named_once(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As bfloat16 in ONNX Runtime's CPU, which takes it neither with logits alone nor with an embedding."""
+    bundle.model_path.write_bytes(b"no graph")
+    sealed = seal_manifest(bundle.path)
+    capsys.readouterr()
+    assert verdicts_of_bundle(sealed, 0.02, "cpu", ("onnxruntime-cpu",)) == []
+    refused, none_gives = capsys.readouterr().err.splitlines()
+    assert refused.startswith(f"parity: onnxruntime-cpu does not run '{bundle.manifest.name}' here: ")
+    assert none_gives.startswith("warning: nothing here gives embedding of this bundle")
+
+
 def test_a_verdict_on_other_classes_has_its_outputs_too(bundle: Bundle) -> None:
     class FewerClasses(NumpySession):
         outputs = EMBEDDING

@@ -145,3 +145,23 @@ def test_a_package_that_is_not_installed_refutes_nothing(bundle: Bundle, monkeyp
 
     monkeypatch.setattr(module, "load_session", missing)
     assert refuted_names(bundle, judged=[]) == []
+
+
+@pytest.mark.parametrize("installed", ["tensorrt", "tensorrt_lean", "tensorrt_rtx"])
+def test_a_plan_s_library_of_here_may_be_the_lean_one(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    from vitx.core.tensorrt_plan import InstalledLibrary
+    from vitx.parity.executables import refuted as module
+
+    monkeypatch.setattr(module, "local_architectures", lambda: ("sm89",))
+    monkeypatch.setattr(module, "cuda_driver", lambda: "13.0")
+    monkeypatch.setattr(
+        module, "installed_library", lambda name: InstalledLibrary(name, "11.4") if name == installed else None
+    )
+    about = {"provider": "A (sm89)", "architecture": "sm89", "driver": "13.0", "precision": "fp16", "artefacts": {}}
+    found = [
+        (runtime, version)
+        for runtime in ("tensorrt", "tensorrt-rtx")
+        for version in ("11.4", "11.3")
+        if module.is_of_here(Executable.model_validate({"runtime": runtime, "version": version, **about}))
+    ]
+    assert found == [("tensorrt-rtx" if installed == "tensorrt_rtx" else "tensorrt", "11.4")]

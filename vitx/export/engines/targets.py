@@ -68,11 +68,11 @@ class PrecisionRequest:
 
     precision: LowerPrecision
     data: str
-    target: Target = "cpu"
-    base: Base = "fp32"
-    sampling_plan: SamplingPlan | None = None
-    quiet: bool = False
-    skip_bad: bool = False
+    target: Target
+    base: Base
+    sampling_plan: SamplingPlan | None
+    quiet: bool
+    skip_bad: bool
 
 
 @dataclass(frozen=True)

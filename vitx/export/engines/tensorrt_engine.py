@@ -93,6 +93,9 @@ def engine_from_onnx(
         plugin=plugin,
     )
     check_options(flavor, options, timing_cache)
+    check_file(plan_path, "model.plan")
+    if plan_path.exists() and onnx_path.exists() and plan_path.samefile(onnx_path):
+        raise InputError(f"'{plan_path}' is the graph that the plan is made of: expected another path")
     targets = library.targets(architectures)
     model = load_for_tensorrt(onnx_path)
     check_profiles(tuple(profiles), _image_elements(model))

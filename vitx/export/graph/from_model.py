@@ -190,7 +190,7 @@ def _require_logits(model: Any, classes: int) -> None:
         raise InputError(f"the network returns {len(outputs)} tensors: expected one, logits (N, C)")
     shape = outputs[0].shape
     if len(shape) != 2 or (classes and shape[1] != classes):
-        found = ", ".join(str(dim) if isinstance(dim, int) else str(dim.value) for dim in shape)
+        found = ", ".join(map(str, shape))
         raise InputError(
             f"the network returns ({found}): expected one vector of logits an image, (N, {classes or 'C'}); "
             "give it a pooling (--model-arg global_pool=avg, where it takes one) and one output a class"

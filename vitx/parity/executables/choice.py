@@ -12,6 +12,7 @@ from vitx.core.console import log
 from vitx.core.errors import VitxError
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.executables.listing import runtimes_for
+from vitx.parity.executables.refuted import is_of_here
 from vitx.parity.executables.unlisted_embedding import load_unlisted_embedding
 from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
 from vitx.parity.loaded_model import DEFAULT_RUNTIME
@@ -146,6 +147,7 @@ def _known(bundle: Bundle, name: str, outputs: Sequence[str]) -> Verdict | None:
         and ("CUDA" in verdict.executable.provider) == on_gpu
         and outputs_of(verdict.executable) == {*outputs}
         and verdict.images_per_second is not None
+        and is_of_here(verdict.executable)  # machines may share a cache, and versions follow one another
     ]
     return alike[-1] if alike else None
 

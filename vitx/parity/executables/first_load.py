@@ -58,8 +58,8 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
             f"'{path}' has no witness set: compare it with its run, `vitx parity RUN {path}`, or export it with one"
         )
     asked = "max_flip_rate" in options.model_fields_set
-    rate, certificate = options.max_flip_rate, bundle.certificate()
-    if certificate is not None and not asked:
+    rate, certificate = options.max_flip_rate, None if asked else bundle.certificate()
+    if certificate is not None:
         remedy = "run `vitx parity RUN BUNDLE` again, or give --max-flip-rate"
         rate = require_seal(bundle.path / CERTIFICATE, certificate, remedy=remedy).max_flip_rate
     runtime = options.runtime or DEFAULT_RUNTIME
@@ -70,7 +70,7 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     return found
 
 
-def require_passing(path: Path, verdict: Verdict) -> None:
+def require_passing(path: Path | str, verdict: Verdict) -> None:
     """Raise CheckFailed with the reasons unless the verdict is pass."""
     if verdict.verdict != "pass":
         reasons = "; ".join(verdict.reasons)

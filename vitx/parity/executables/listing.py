@@ -54,9 +54,10 @@ def verdicts_of_bundle(
         for name in (name for name in runtimes_for(bundle, device) if name in runtimes):
             for outputs in output_sets(bundle, name):
                 verdict = _judged(bundle, witness, name, rate, outputs, quiet=quiet)
-                if verdict is not None:
-                    log(f"parity: {verdict.verdict}: {verdict.executable}", quiet=quiet)
-                    found.append(verdict)
+                if verdict is None:
+                    break  # nor with further outputs
+                log(f"parity: {verdict.verdict}: {verdict.executable}", quiet=quiet)
+                found.append(verdict)
     further = [spec.name for spec in bundle.manifest.outputs]
     if further and not any(verdict.outputs for verdict in found):
         log(f"warning: nothing here gives {', '.join(further)} of this bundle: no certificate of them is written")

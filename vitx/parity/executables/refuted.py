@@ -14,7 +14,7 @@ from vitx.core.machine import (
     installed_version,
     local_architectures,
 )
-from vitx.core.tensorrt_plan import MODULES, installed_library
+from vitx.core.tensorrt_plan import LEAN_MODULE, MODULES, installed_library
 from vitx.parity.executables.judgement import BATCH
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Device, image_shape, outputs_of
@@ -44,7 +44,7 @@ def _fault(bundle: Bundle, executable: Executable, device: Device) -> str:
     subject = bundle.subject()
     if others := [name for name, digest in executable.artefacts.items() if subject.get(name) != digest]:
         return f"certified with files that the bundle does not have: {', '.join(sorted(others))} of another sha256"
-    if not _is_of_here(executable, device):
+    if not is_of_here(executable, device):
         return ""
     outputs = tuple(spec.name for spec in bundle.manifest.outputs if spec.name in outputs_of(executable))
     try:
@@ -58,29 +58,29 @@ def _fault(bundle: Bundle, executable: Executable, device: Device) -> str:
     return ""
 
 
-def _is_of_here(executable: Executable, device: Device) -> bool:
+def is_of_here(executable: Executable, device: Device = "auto") -> bool:
+    """Whether it is one of this machine: its processor or GPU, and the version of its runtime that is installed."""
     on_cpu = "cpu" in executable.provider.lower()
-    if device not in ("auto", "cpu" if on_cpu else "cuda") or executable.version != _installed_version(executable):
+    if device not in ("auto", "cpu" if on_cpu else "cuda") or executable.version not in _installed_versions(executable):
         return False
     if on_cpu:
         return executable.architecture == cpu_architecture()
     return (executable.architecture, executable.driver) == (", ".join(local_architectures()[:1]), cuda_driver())
 
 
-def _installed_version(executable: Executable) -> str | None:
-    """As `Session.describe` gives it; None for a runtime that is not installed, or would compile for minutes."""
+def _installed_versions(executable: Executable) -> list[str]:
+    """As `Session.describe` gives it; none of a runtime that is not installed, or would compile for minutes."""
     match executable.runtime:
         case "onnxruntime" | "onnxruntime-int8" if "tensorrt" not in executable.provider.lower():
             import onnxruntime
 
-            return str(onnxruntime.__version__)
+            return [str(onnxruntime.__version__)]
         case "openvino" | "openvino-bf16":
-            version = installed_version("openvino")
-            return version and version.split("-")[0]
+            return [(installed_version("openvino") or "").split("-")[0]]
         case "tensorrt" | "tensorrt-rtx":
-            library = installed_library(MODULES[executable.runtime])
-            return library.version if library else None
-    return None
+            modules = (MODULES[executable.runtime], *((LEAN_MODULE,) if executable.runtime == "tensorrt" else ()))
+            return [library.version for library in map(installed_library, modules) if library]
+    return []
 
 
 def _runtime_name(executable: Executable) -> str:
