@@ -45,12 +45,16 @@ def workers_of(server: ServerProcess) -> list[int]:
     return [int(pid) for pid in children.split()]
 
 
-def has_open(pid: int, file: Path) -> bool:
-    found = False
+def opened(pid: int) -> list[str]:
+    found = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed in the meantime
-            found = found or os.readlink(descriptor) == str(file)
+            found.append(os.readlink(descriptor))
     return found
+
+
+def has_open(pid: int, file: Path) -> bool:
+    return str(file) in opened(pid)
 
 
 def reporting(server: ServerProcess) -> float:
@@ -250,6 +254,27 @@ def test_a_configuration_that_only_the_parent_could_read_is_refused(tmp_path: Pa
         told = process.communicate(timeout=HANG)[1].decode()
     assert told.startswith("error: --config /dev/stdin: cannot be read as TOML: ")
     assert process.returncode == 2
+
+
+def listening(pid: int) -> int:
+    """How many ports of TCP a process listens on."""
+    tables = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
+    listeners = {f"socket:[{row.split()[9]}]" for row in tables if row.split()[3] == "0A"}
+    return len(listeners.intersection(opened(pid)))
+
+
+def test_a_new_worker_has_the_ports_of_the_start_whatever_the_file_says_then(
+    tmp_path: Path, tiny_bundle: Bundle
+) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("workers = 2\nthreads = 1\n")
+    with running_server(tiny_bundle.path, "--config", config) as server:
+        before = workers_of(server)
+        config.write_text("workers = 2\nthreads = 1\ngrpc-port = 8001\n")
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server))
+        wait_until(lambda: reporting(server) == 2)
+        assert [listening(pid) for pid in workers_of(server)] == [1, 1]
 
 
 def test_workers_drain_with_their_parent_even_when_it_is_killed(tiny_bundle: Bundle) -> None:

@@ -160,12 +160,12 @@ class Server:
                 old.close()
 
     async def _start_grpc(self) -> None:
-        if (port := self._options.grpc_port) is not None:
+        link = self._link  # of a worker: its file of options may have another port now, or one for the first time
+        if (port := link.grpc_port or None if link else self._options.grpc_port) is not None:
             with naming_extra("grpc"):
                 from vitx.serve.grpc.server import GrpcServer
-            port, shared = (self._link.grpc_port, True) if self._link else (port, False)
             host = self._listener.getsockname()[0]  # of a name with several addresses gRPC takes those that are free
-            self._grpc = GrpcServer(self._core, host, port, shared=shared, pem=lambda: self._pem)
+            self._grpc = GrpcServer(self._core, host, port, shared=link is not None, pem=lambda: self._pem)
             await self._grpc.start()
 
     async def _join_workers(self, link: WorkerLink) -> None:
