@@ -105,7 +105,7 @@ def test_a_name_that_no_request_has_is_refused(name: str) -> None:
     shown = name.strip("[]")
     with pytest.raises(InputError) as error:
         AllowedHosts("127.0.0.1", ("vitx.example", name))
-    text = f"--allow-host {shown}: expected a name or an address, without a scheme or a port"
+    text = f"--allow-host {shown}: expected a name or address in ASCII, without scheme, port or *"
     assert str(error.value) == text
 
 

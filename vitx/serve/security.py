@@ -17,6 +17,7 @@ from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 
 Kind = Literal["inference", "management", "metrics"]
+_ALLOWED = re.compile(r"[\w.:%-]+", re.ASCII)
 _VALID = re.compile(rb"\x17\r\d{12}Z\x17\r(\d{12})Z")  # in DER from when to when; from 2050 on dates have other tags
 
 
@@ -55,8 +56,8 @@ class AllowedHosts:
         """`bound`: the address that the server listens on, None if others take the connections."""
         self._allowed = frozenset(name.strip("[]").lower() for name in allowed)
         for name in self._allowed:
-            if not name or _host_name(f"[{name}]" if ":" in name else name) != name:
-                raise InputError(f"--allow-host {name}: expected a name or an address, without a scheme or a port")
+            if not _ALLOWED.fullmatch(name) or _host_name(f"[{name}]" if ":" in name else name) != name:
+                raise InputError(f"--allow-host {name}: expected a name or address in ASCII, without scheme, port or *")
         self._local = bound is not None and ipaddress.ip_address(bound.partition("%")[0]).is_loopback
         self._any = not self._local and not self._allowed
 

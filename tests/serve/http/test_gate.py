@@ -140,9 +140,12 @@ def test_with_names_given_a_public_address_has_those_and_addresses() -> None:
             hosts.check(other, None)
 
 
-@pytest.mark.parametrize("name", ["vitx.example:8000", "https://vitx.example", "vitx.example/", ""])
-def test_a_name_with_a_scheme_or_a_port_would_never_match(name: str) -> None:
-    with pytest.raises(InputError, match="expected a name or an address, without a scheme or a port"):
+@pytest.mark.parametrize(
+    "name",
+    ["vitx.example:8000", "https://vitx.example", "vitx.example/", "", "*", "*.example", "a b", "bücher.example"],
+)
+def test_a_name_with_a_scheme_a_port_or_a_wildcard_would_never_match(name: str) -> None:
+    with pytest.raises(InputError, match=r"expected a name or address in ASCII, without scheme, port or \*$"):
         AllowedHosts("127.0.0.1", (name,))
 
 
