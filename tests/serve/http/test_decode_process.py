@@ -79,6 +79,14 @@ def test_processes_give_the_pixels_and_the_errors_of_threads() -> None:
     assert [isinstance(one, ImageError) for one in by_process] == [False] * 3 + [True] * 5
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_that_is_meant_for_the_server_ends_no_process(process: DecodeProcess, name: str) -> None:
+    before = process._process
+    with pytest.raises(ImageError, match="not an image in a format"):
+        process.decoded(name.encode(), STEPS, 10**6)
+    assert process._process is before
+
+
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
 def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(process: DecodeProcess, name: str) -> None:
     before = process._process

@@ -20,6 +20,7 @@ from vitx.serve.process.process_settings import configure_process
 _HUNG_SECONDS = 60  # without an answer: images that are allowed take a few seconds
 # In the server's own search path: by itself this command would look into the working folder first.
 _MAIN = "import sys; _, file, *sys.path = sys.argv; from vitx.serve.http.decode_process import work; work(int(file))"
+_OF_SERVER = {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}  # also those sent to its group: it answers what it accepted
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2): with the thread that started it
 _TEXT_BYTES = 2**16  # of an answer that is no pixels at most
 _PIXELS, _TOO_MANY, _ERROR = b"p", b"m", b"e"  # first byte of an answer
@@ -83,8 +84,8 @@ class DecodeProcess:
 
 def work(file: int) -> None:
     """The process: answer jobs until the other side closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which answers what it has accepted
-        signal.signal(number, signal.SIG_IGN)
+    for name in _OF_SERVER & signal.Signals.__members__.keys():
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere a stopped process outlives the server
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     configure_process()
