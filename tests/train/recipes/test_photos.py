@@ -142,6 +142,31 @@ def test_a_resumed_run_keeps_what_it_began_from(tmp_path: Path, image_folder: Pa
         resolve_recipe("photos", start=str(run.path), **resumed)  # type: ignore[arg-type]
 
 
+def test_other_initial_weights_than_those_of_from_are_refused(tmp_path: Path, image_folder: Path) -> None:
+    run, file = begun_run(tmp_path / "a run"), tmp_path / "again.json"
+    write_json(file, resolve_recipe("photos", data=str(image_folder)))  # whole, so it has a beginning too: none
+    source = tmp_path / "some.toml"
+    source.write_text('epochs = 3\nmodel.name = "deit_tiny_12"\n')
+    of_run, of_timm = str(run.path), "model:timm/deit3_small_patch16_224"
+
+    def begun(start: str, file: Path | None, *overrides: str) -> Recipe:
+        return resolve_recipe("photos", data=str(image_folder), start=start, file=file, overrides=overrides)
+
+    same = f"model.initial_checkpoint={of_run}"
+    refused: list[tuple[str, Path | None, tuple[str, ...], str]] = [
+        (of_run, file, (), f"or give --set '{same}'"),
+        (of_run, None, ("model.initial_checkpoint=timm",), f"or give --set '{same}'"),
+        (of_timm, file, (), "--set model.name=deit3_small_patch16_224 --set model.initial_checkpoint=timm"),
+        (of_timm, source, (), "or give --set model.name=deit3_small_patch16_224"),
+    ]
+    for start, given, overrides, remedy in refused:
+        with pytest.raises(InputError, match=f"^--from {re.escape(start)} has no effect: .*{re.escape(remedy)}$"):
+            begun(start, given, *overrides)
+    assert begun(of_run, file, same).model.initial_checkpoint == of_run
+    assert begun(of_run, source).model.initial_checkpoint == of_run  # a file of weights fits several networks
+    assert begun(of_timm, source, "model.name=deit3_small_patch16_224").epochs == 3
+
+
 def test_a_teacher_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -1,6 +1,7 @@
 """The recipes by name."""
 
 import inspect
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.train.recipes import imagenet
 from vitx.train.recipes.digits import digits_alternet, digits_deepvit, digits_deit, digits_patchvit
 from vitx.train.recipes.photos import fitted, photos
-from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, apply_overrides, from_root, read_recipe
+from vitx.train.recipes.recipe import RECIPE_FILE, ModelChoice, Recipe, apply_overrides, from_root, read_recipe
 from vitx.train.recipes.recipe_file import read_settings, with_settings
 
 # A recipe has the name of its function, with dashes.
@@ -96,9 +97,26 @@ def resolve_recipe(
         raise InputError(f"recipe '{name}' has no images of its own: give --data FOLDER, with a folder for each class")
     if start is not None or not goes_on:
         recipe = _fitted(recipe, start, device, goes_on=goes_on)
+    begun = recipe.model
     if file is not None:
         recipe = with_settings(recipe, settings, file)
-    return _from_any_folder(apply_overrides(recipe, overrides), stored)
+    recipe = apply_overrides(recipe, overrides)
+    if start is not None:
+        _check_still_begun_from(start, begun, recipe.model)
+    return _from_any_folder(recipe, stored)
+
+
+def _check_still_begun_from(start: str, begun: ModelChoice, chosen: ModelChoice) -> None:
+    """Raise InputError where a file, such as a run's whole recipe.json, or --set has other initial weights."""
+    compared = ("name", "initial_checkpoint") if begun.initial_checkpoint == "timm" else ("initial_checkpoint",)
+    needed = [
+        f"model.{name}={getattr(begun, name)}" for name in compared if getattr(begun, name) != getattr(chosen, name)
+    ]
+    if needed:
+        raise InputError(
+            f"--from {start} has no effect: --recipe or --set, which go before it, begin with other weights; leave it "
+            f"out, or give {shlex.join(word for setting in needed for word in ('--set', setting))}"
+        )
 
 
 def _from_any_folder(recipe: Recipe, stored: Recipe | None) -> Recipe:
