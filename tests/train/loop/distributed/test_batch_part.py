@@ -29,7 +29,9 @@ def test_parts_of_parts_stay_mirrored() -> None:
 
 
 def test_unequal_parts_are_refused() -> None:
-    with pytest.raises(InputError, match=r"a batch of 18 images cannot be cut into 2 parts .* a multiple of 4"):
+    with pytest.raises(
+        InputError, match=r"a batch of 18 images cannot be cut into 2 parts .* a multiple of 4, and of no more images"
+    ):
         BatchPart(0, 2).of(np.arange(18))
     assert len(WHOLE_BATCH.of(np.arange(7))) == 7
     assert WHOLE_BATCH.slices(7) == [slice(0, 7)]

@@ -31,7 +31,8 @@ class BatchPart:
         if length % (2 * self.count):
             raise InputError(
                 f"a batch of {length} images cannot be cut into {self.count} parts of whole CutMix pairs: make "
-                f"batch_size (images of one optimizer step, over all processes) a multiple of {2 * self.count}"
+                f"batch_size (images of one optimizer step, over all processes) a multiple of {2 * self.count}, "
+                "and of no more images than there are"
             )
         size = length // (2 * self.count)
         start = self.index * size
