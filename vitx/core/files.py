@@ -300,11 +300,14 @@ def require_seal(path: Path, record: SealedT, *, remedy: str) -> SealedT:
 def staged_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed.
 
-    Of a link that is what it leads to: the link stays. Raises InputError where no folder can be, and unless it
-    `replaces` the old one, where another process has made one in the meantime. Of a full disk the error names `target`.
+    Of a link that is what it leads to: the link stays. Raises InputError where no folder can be, at a mount point, and
+    unless it `replaces` the old one, where another process has made one in the meantime. Of a full disk the error names
+    `target`.
     """
     check_folder(target)
     target = target.resolve()
+    if os.path.ismount(target):  # such as a container's volume: the system lets nothing be renamed to it
+        raise InputError(f"'{target}' is a mount point, which cannot be replaced: give a folder below it")
     make_folder(target.parent)
     with _made(target):
         stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
