@@ -64,6 +64,24 @@ def test_a_run_whose_process_was_killed(run: RunFolder) -> None:
         next(found)
 
 
+def test_a_stopped_run_that_another_process_resumes_has_not_ended(run: RunFolder) -> None:
+    """It holds the lock long before it writes: first it looks at all images."""
+    advance(run, HALF.model_copy(update={"ended": True, "failure": "stopped by SIGTERM", "host": "another"}), 1)
+    run.info_path.touch()
+    here, there = context().Pipe()
+    holder = context().Process(target=hold_run, args=(run.path, there))
+    holder.start()
+    assert here.poll(HANG), "the holder has not begun"
+    found = states(run, lambda: None)
+    goes_on = RunState(HALF.model_copy(update={"host": "another"}), ROWS[:1])
+    assert [next(found), next(found)] == [goes_on] * 2
+    holder.kill()
+    holder.join()
+    assert next(found).progress.ended
+    with pytest.raises(CheckFailed, match=r"ended before its last epoch: stopped by SIGTERM$"):
+        next(found)
+
+
 def test_of_another_host_and_without_a_lock_nothing_is_known(run: RunFolder) -> None:
     found = states(run, lambda: None)
     assert next(found) == next(found)

@@ -9,7 +9,7 @@ from vitx.core.console import can_redraw, counted
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record
 from vitx.core.run import RunFolder
-from vitx.train.loop.run_lock import is_free
+from vitx.train.loop.run_lock import is_held
 from vitx.train.metrics_file import read_lines
 from vitx.train.progress import OUT_OF_PATIENCE, PROGRESS_FILE, RunProgress, duration
 
@@ -48,7 +48,10 @@ def states(run: RunFolder, pause: Callable[[], None]) -> Iterator[RunState]:
     while True:
         progress = read_record(path, RunProgress)
         # Not by its pid, which in a restarted container is another's. Another host's locks may not be seen here.
-        gone = progress.host == socket.gethostname() and is_free(run)
+        held = is_held(run)
+        if held and progress.ended:  # of a process before: one that resumes the run has yet to look at the images
+            progress = progress.model_copy(update={"ended": False, "failure": ""})
+        gone = progress.host == socket.gethostname() and held is False
         gone = gone and not read_record(path, RunProgress).ended  # it may have ended in between
         yield (state := RunState(progress, read_lines(run.metrics_path)))
         if progress.failure:

@@ -16,7 +16,7 @@ from server_process import HANG
 from training_jobs import TINY, context, hold_run, recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
-from vitx.train.loop.run_lock import RunLock, is_free, timeout_under_torchrun
+from vitx.train.loop.run_lock import RunLock, is_held, timeout_under_torchrun
 
 HOLDER = """
 import fcntl, sys
@@ -124,15 +124,18 @@ def test_where_there_are_no_locks_nothing_is_locked(
                 lock.acquire()
         else:
             lock.acquire()
-    assert not is_free(run)
+    assert is_held(run) is None
 
 
-def test_whether_a_run_is_free(tmp_path: Path) -> None:
+def test_whether_a_run_is_held(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    assert not is_free(run), "it has no lock"
+    assert is_held(run) is None, "it has no lock"
     with held(run):
-        assert not is_free(run)
-    assert is_free(run)
+        assert is_held(run) is True
+    assert is_held(run) is False
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").symlink_to("lock")
+    assert is_held(run) is None, "it cannot be opened"
 
 
 def test_on_windows_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +145,7 @@ def test_on_windows_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.Monkey
         lock.acquire()
     assert not (tmp_path / "lock").exists()
     (tmp_path / "lock").touch()
-    assert not is_free(run), "nobody knows"
+    assert is_held(run) is None, "nobody knows"
 
 
 def test_only_torchrun_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ LOCK_FILE = "lock"
 SECONDS_BETWEEN_TRIES = 0.2
 # The errors of file systems without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+HELD = (errno.EACCES, errno.EAGAIN)  # by another process
 
 
 class RunLock:
@@ -49,7 +50,7 @@ class RunLock:
             except OSError as error:
                 if error.errno in NO_LOCKS:
                     return
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                if error.errno not in HELD:
                     raise
             if time.monotonic() > deadline:
                 raise InputError(f"another process trains into '{self._run.path}': wait for its end, or stop it")
@@ -63,21 +64,25 @@ class RunLock:
             self._file.close()
 
 
-def is_free(run: RunFolder) -> bool:
-    """Whether nobody trains into `run`: its lock is taken for a moment. False where that cannot be known.
+def is_held(run: RunFolder) -> bool | None:
+    """Whether a process trains into `run`: its lock is asked for, for a moment. None where that cannot be known.
 
     Not for a process that holds the lock: to it the lock seems free, and looking would release it.
     """
     if sys.platform == "win32":
-        return False
+        return None
     import fcntl
 
     try:
-        with (run.path / LOCK_FILE).open() as file:
+        file = (run.path / LOCK_FILE).open()
+    except OSError:  # it is not there, or another user's
+        return None
+    with file:
+        try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it is held, or not there, or the file system has no locks
-        return False
-    return True
+        except OSError as error:
+            return True if error.errno in HELD else None
+    return False
 
 
 def timeout_under_torchrun(seconds: float) -> float:
