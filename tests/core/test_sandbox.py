@@ -30,7 +30,15 @@ from sandbox_jobs import (
 from server_process import is_running, wait_until
 from vitx.core import sandbox
 from vitx.core.errors import InputError
-from vitx.core.sandbox import ConversionCrashed, LimitExceeded, end_with_parent, resident_gib, run_limited, verb_command
+from vitx.core.sandbox import (
+    ConversionCrashed,
+    LimitExceeded,
+    end_with_parent,
+    forget_options,
+    resident_gib,
+    run_limited,
+    verb_command,
+)
 
 
 def test_a_result_comes_back_from_another_process() -> None:
@@ -280,6 +288,19 @@ def test_a_verb_reads_no_program_of_the_working_folder(tmp_path: Path) -> None:
     told = subprocess.run(verb_command("--version"), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (told.stderr, told.returncode) == ("", 0)
     assert told.stdout.startswith("vitx ")
+
+
+def test_a_verb_takes_its_options_from_its_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the environment are for the commands that the user starts."""
+    for name in ("VITX_SERVE_PORT", "VITX_SERVE_CONFIG"):
+        monkeypatch.setenv(name, "a")
+    for port, told in (("80", "no bundle to serve"), ("b", "--port b")):
+        command = verb_command("serve", "--port", port)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ended.returncode, told in ended.stderr, "VITX" in ended.stderr) == (2, True, False), ended.stderr
+    monkeypatch.setenv("VITX_SERVER", "another program's")
+    forget_options("serve")
+    assert [name for name in os.environ if name.startswith("VITX_SERVE")] == ["VITX_SERVER"]
 
 
 def test_a_conversion_reads_no_program_of_the_working_folder(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl(2)
 # In this process's own search path: by itself the command would look into the working folder first.
 _VERB = (
-    "import sys; sys.path[:] = {path!r}; sys.argv[0] = 'vitx'; from vitx.core.sandbox import end_with_parent; "
-    "end_with_parent({parent}); from vitx.cli import main; main()"
+    "import sys; sys.path[:] = {path!r}; sys.argv[0] = 'vitx'; from vitx.core import sandbox; "
+    "sandbox.end_with_parent({parent}); sandbox.forget_options(sys.argv[1]); from vitx.cli import main; main()"
 )
 
 
@@ -181,7 +181,7 @@ def _cause(exit_code: int | None) -> str:
 
 
 def verb_command(*words: str) -> list[str]:
-    """The command that runs a verb, such as `serve`, with its arguments in a process that ends with this one."""
+    """The command that runs a verb, such as `serve`, with these options alone, in a process that ends with this one."""
     code = _VERB.format(path=list(map(str, sys.path)), parent=os.getpid())
     return [sys.executable, "-c", code, *words]
 
@@ -196,3 +196,9 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has ended before the call
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def forget_options(verb: str) -> None:
+    """Take the options of `verb` out of this process's environment: who started it has given all that it is to have."""
+    for name in [name for name in os.environ if name.startswith(f"VITX_{verb.upper()}_")]:
+        del os.environ[name]
