@@ -1,23 +1,36 @@
 """What networks are called in tables, figures and legends."""
 
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib import rc_context
 
 from run_fixture import digits_source, trained_deepvit
-from vitx.analyze import AnalysisOptions, analyze
-from vitx.analyze.analysis_report import draw, network_names
+from vitx.analyze import Analysis, AnalysisOptions, analyze
+from vitx.analyze.analysis_report import ReportWriter, draw, figure, network_names
 from vitx.analyze.images import open_analysis_images
 from vitx.core.panels import legend_names, png
 
 
-def test_names_are_as_short_as_tells_them_apart_and_leave_figures_their_room() -> None:
+@pytest.fixture(scope="module")
+def found() -> Analysis:
+    source, images = digits_source("deepvit", trained_deepvit()), open_analysis_images("digits", 24)
+    return analyze(source, images, ("over-smoothing",), AnalysisOptions(), quiet=True)
+
+
+def test_figures_are_in_our_style_whatever_a_notebook_has_set(found: Analysis, tmp_path: Path) -> None:
+    """On a black ground black lines would not be seen, and TeX is not everywhere."""
+    picture, file = figure("over-smoothing", found), Path("figures", "over-smoothing.png")
+    ReportWriter(tmp_path / "plain").write([found])
+    with rc_context({"figure.facecolor": "black", "text.usetex": True}):
+        assert figure("over-smoothing", found) == picture
+        ReportWriter(tmp_path / "told").write([found])
+    assert (tmp_path / "told" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
+def test_names_are_as_short_as_tells_them_apart_and_leave_figures_their_room(found: Analysis) -> None:
     """Legends of 40 characters covered the axes, and matplotlib leaves names that begin with `_` out of them."""
-    found = analyze(
-        digits_source("deepvit", trained_deepvit()),
-        open_analysis_images("digits", 24),
-        ("over-smoothing",),
-        AnalysisOptions(),
-        quiet=True,
-    )
 
     def named(*names: str) -> list[str]:
         return network_names([replace(found, source=replace(found.source, name=name)) for name in names])

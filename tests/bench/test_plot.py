@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import rc_context, rcParams
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
@@ -83,6 +84,16 @@ def test_a_curve_for_each_runtime_and_a_point_for_each_batch_size(tmp_path: Path
     assert legend is not None
     assert legend.get_title().get_text() == "numbers are batch sizes"
     assert [text.get_text() for text in legend.get_texts()] == ["first", "second", "third"]
+
+
+def test_a_plot_is_in_our_style_whatever_matplotlib_is_told(tmp_path: Path) -> None:
+    """On a black ground its black lines would not be seen, and TeX is not everywhere."""
+    latencies = {"first": latency_of((1, 2.0, 3.0))}
+    save_plot("100 %", latencies, tmp_path / "plot.png")
+    with rc_context({"figure.facecolor": "black", "text.usetex": True}):
+        save_plot("100 %", latencies, tmp_path / "told.png")
+        assert rcParams["text.usetex"]
+    assert (tmp_path / "told.png").read_bytes() == (tmp_path / "plot.png").read_bytes()
 
 
 def test_lines_begin_again_after_the_last(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from matplotlib import rc_context
 from matplotlib.cbook import is_math_text
 
 from cli_fixture import Vitx
@@ -105,6 +106,21 @@ def test_a_picture_without_matplotlib_names_the_extra(
     result = TrainingResult(RunFolder(finished), metrics_of(finished), resumed_from=0, images=8)
     with pytest.raises(EnvironmentMissing, match=r"package 'matplotlib.*pip install 'vitx\[analyze\]'"):
         getattr(result, picture)()
+
+
+def test_figures_are_in_our_style_whatever_a_notebook_has_set(finished: Path, tmp_path: Path) -> None:
+    """On a black ground black lines would not be seen, and TeX is not everywhere."""
+
+    result = TrainingResult(RunFolder(finished), metrics_of(finished), resumed_from=0, images=8)
+
+    def pictures() -> tuple[bytes, bytes, list[str]]:
+        page = tmp_path / "page.html"
+        report.write_report(RunFolder.open(finished), page, device=torch.device("cpu"), quiet=True)
+        return result.curves(), result.layers(), Page(page.read_text()).links
+
+    plain = pictures()
+    with rc_context({"figure.facecolor": "black", "text.usetex": True}):
+        assert pictures() == plain
 
 
 def test_the_page_lies_in_the_run_by_default(vitx: Vitx, finished: Path) -> None:

@@ -12,7 +12,7 @@ from vitx.analyze.report_page import BETWEEN, report_page
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record, write_bytes, write_json
-from vitx.core.panels import Picture, Results, as_text, elided, legend_names, png
+from vitx.core.panels import Picture, Results, as_text, elided, legend_names, own_style, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,8 +44,9 @@ class ReportWriter:
         if len(drawn_of) != len(results) or any(
             old is not new for old, new in zip(drawn_of, results.values(), strict=True)
         ):
-            figure = draw(metric, results)
-            image = None if figure is None else png(figure)
+            with own_style():
+                figure = draw(metric, results)
+                image = None if figure is None else png(figure)
             if image is not None:
                 write_bytes(self._folder / "figures" / f"{metric}.png", image)
             self._drawn[metric] = [*results.values()], image
@@ -95,11 +96,12 @@ def results_by_metric(
 def figure(metric: str, *analyses: Analysis) -> Picture:
     """The figure of a metric for one network, or two beside each other; InputError where there is none."""
     results = results_by_metric(network_names(analyses), analyses, None).get(metric, {})
-    drawn = draw(metric, results) if results else None
-    if drawn is None:
-        known = [name for name in METRICS if all(name in each.results for each in analyses) and METRICS[name].figure]
-        raise unknown_name("figure", metric, known)
-    return png(drawn, pixel_ratio=1)
+    with own_style():
+        drawn = draw(metric, results) if results else None
+        if drawn is not None:
+            return png(drawn, pixel_ratio=1)
+    known = [name for name in METRICS if all(name in each.results for each in analyses) and METRICS[name].figure]
+    raise unknown_name("figure", metric, known)
 
 
 def draw(name: str, results: Results) -> "Figure | None":

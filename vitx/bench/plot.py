@@ -7,7 +7,7 @@ from pathlib import Path
 from vitx.core.errors import InputError, missing_package
 from vitx.core.files import check_file, make_folder
 from vitx.core.latency import Latency
-from vitx.core.panels import as_text, panels
+from vitx.core.panels import as_text, own_style, panels
 
 FORMATS = (".png", ".svg")
 # Curves differ in line and marker as well as in their grey, so that a black-and-white print can be read.
@@ -24,6 +24,7 @@ def check_plot(path: Path) -> None:
     make_folder(path.parent)
 
 
+@own_style()
 def save_plot(title: str, latencies: Mapping[str, Latency], path: Path) -> None:
     """Write the picture; the whiskers reach from the median to the 95th percentile."""
     from matplotlib.ticker import ScalarFormatter

@@ -1,7 +1,8 @@
 """What all figures share: sizes, a line style for each network, PNG. No line is told from another by colour alone."""
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ class Picture(bytes):
 
     def __repr__(self) -> str:
         return f"Picture of {len(self)} bytes"
+
+
+@contextmanager
+def own_style() -> Iterator[None]:
+    """Inside the block figures are drawn in matplotlib's own style, whatever a notebook or a matplotlibrc has set.
+
+    On a black ground our black lines would not be seen, and TeX would read the % and _ of our texts.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
 
 
 def panels(

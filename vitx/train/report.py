@@ -14,7 +14,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import check_file, write_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
-from vitx.core.panels import png
+from vitx.core.panels import own_style, png
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics, require_finite, wilson_interval
 from vitx.core.run import RunFolder
@@ -48,6 +48,7 @@ def most_confused(matrix: Int64Array) -> list[tuple[int, int, int]]:
     return [(int(row), int(column), int(wrong[row, column])) for row, column in places if wrong[row, column]]
 
 
+@own_style()
 def write_report(
     run: RunFolder,
     out: Path,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import rc_context, rcParams
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_bytes
@@ -37,16 +38,17 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(module, "compare", compare)
     monkeypatch.setattr(module, "study_alternet", study_alternet)
     monkeypatch.setattr(module, "draw_study", lambda result: f"figure of {result.rows[0]}")
-    monkeypatch.setattr(module, "png", str.encode)
+    monkeypatch.setattr(module, "png", lambda figure: f"{figure} on {rcParams['figure.facecolor']}".encode())
     return made
 
 
 def test_a_study_is_of_its_kinds_rows_and_is_drawn(tmp_path: Path, trained: list[Any]) -> None:
     study = make_study(tmp_path, "precision")
     study.out.mkdir()
-    assert run_study(study).rows == ("rows",)  # type: ignore[comparison-overlap]
+    with rc_context({"figure.facecolor": "black"}):  # of a notebook
+        assert run_study(study).rows == ("rows",)  # type: ignore[comparison-overlap]
     assert trained == [(study, STUDIES["precision"].variants(study.base))]
-    assert (study.out / "study.png").read_bytes() == b"figure of rows"
+    assert (study.out / "study.png").read_bytes() == b"figure of rows on white"
 
 
 def test_a_study_of_depth_has_the_depths_that_are_given(tmp_path: Path, trained: list[Any]) -> None:
@@ -61,7 +63,7 @@ def test_the_build_up_finds_its_rows_itself(tmp_path: Path, trained: list[Any]) 
     write_bytes(study.out / "study.png", b"of before")
     assert run_study(study).rows == ("steps",)  # type: ignore[comparison-overlap]
     assert trained == [study]
-    assert (study.out / "study.png").read_bytes() == b"figure of steps"
+    assert (study.out / "study.png").read_bytes() == b"figure of steps on white"
 
 
 def test_without_a_run_that_ended_there_is_no_figure(

@@ -5,7 +5,7 @@ from typing import Any
 
 from vitx.core.errors import naming_extra
 from vitx.core.page import table
-from vitx.core.panels import Picture, png
+from vitx.core.panels import Picture, own_style, png
 from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
 from vitx.train.loop.checkpoint import Metrics, best_row
@@ -62,14 +62,16 @@ class TrainingResult:
         with naming_extra("analyze"):
             from vitx.train.report_figures import draw_curves
 
-        return png(draw_curves(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
+        with own_style():
+            return png(draw_curves(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
 
     def layers(self) -> Picture:
         """Similarity of patches and spread of attention by block and epoch; needs matplotlib, and blocks."""
         with naming_extra("analyze"):
             from vitx.train.report_figures import draw_layers
 
-        return png(draw_layers(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
+        with own_style():
+            return png(draw_layers(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
 
     def _metric(self) -> Metric:
         return read_recipe(self.run.path).selection.metric

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_bytes
-from vitx.core.panels import png
+from vitx.core.panels import own_style, png
 from vitx.train.recipes.recipe import Recipe
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.build_up import study_alternet
@@ -29,7 +29,8 @@ def run_study(study: Study, depths: Sequence[int] = DEPTHS) -> StudyResult:
         _refuse_without_effect(study, chosen, variants)
         result = compare(study, chosen)
     if result.rows:
-        write_bytes(study.out / "study.png", png(draw_study(result)))
+        with own_style():
+            write_bytes(study.out / "study.png", png(draw_study(result)))
     return result
 
 
