@@ -48,3 +48,14 @@ def test_images_that_no_network_can_see_are_named_or_left_out(
     assert error.startswith("left out 1 image: ")
     assert said in error
     assert json.loads(output)["networks"][0]["images"] == 4
+
+
+def test_a_report_is_not_written_among_the_images_that_it_is_of(vitx: Vitx, pets: Path) -> None:
+    """The second call would measure the figures of the first as images."""
+    folder = pets / "train"
+    command = ("analyze", TINY, "--weights", "random", "--data", str(folder), "--only", "variance", "-q")
+    code, _, error = vitx(*command, "--out", str(folder / "report"))
+    assert (code, "where its pictures would be images: pass another --out" in error) == (2, True), error
+    assert not (folder / "report").exists()
+    code, _, error = vitx(*command, "--out", str(pets / "report"))
+    assert code == 0, error

@@ -182,6 +182,11 @@ def test_a_run_folder_is_not_made_among_the_class_folders(tmp_path: Path) -> Non
     for outside in ("runs/photos", "photos-runs", "photos/.runs/photos"):
         check_outside(images, tmp_path / outside)
     check_outside(replace(images, by_hash=False), tmp_path / "photos" / "run")
+    unlabelled = replace(images, by_hash=False, class_names=())
+    check_outside(unlabelled, tmp_path / "photos" / "cat" / ".report")
+    for inside in ("photos", "photos/cat/report"):
+        with pytest.raises(InputError, match=rf"/{inside}' is in '.*/photos', where its pictures would be"):
+            check_outside(unlabelled, tmp_path / inside)
     write_json(tmp_path / SPLIT_FILE, FolderSplit.of(images, images))
     of_a_run = open_images(tmp_path / SPLIT_FILE, "train")
     check_outside(of_a_run, tmp_path / "run")

@@ -16,6 +16,7 @@ from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import counted, log
 from vitx.core.errors import InputError
 from vitx.core.files import check_folder
+from vitx.data.flat_folder import check_outside
 from vitx.data.image_set import ImageSet
 from vitx.data.open import log_skipped
 from vitx.models.device import choose_device
@@ -29,7 +30,7 @@ def analyze_networks(
 
     Raises InputError when no data is named and the first network was trained on none, for `corrupted` or `module`
     without its metric, for `weights` where all are runs and `checkpoint` where none is, and where `out` cannot be a
-    folder.
+    folder or lies in the folder of the images.
     """
     if request.corrupted is not None and "corruptions" not in metrics:
         raise InputError(f"--corrupted {request.corrupted} is for the metric corruptions: name it with --only")
@@ -51,6 +52,8 @@ def analyze_networks(
         raise InputError(f"'{targets[0]}' brings no images: give --data")
     check_size = partial(_check_size, sources)
     images = open_analysis_images(data, request.images, skip_bad=request.skip_bad, check_size=check_size)
+    if request.out is not None:
+        check_outside(images, request.out)
     log_skipped(images)
     cache = request.out / "metrics" if request.out else None
     writer = None if request.out is None else ReportWriter(request.out)

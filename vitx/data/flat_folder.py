@@ -59,15 +59,19 @@ class FolderSplit(Record):
 
 
 def check_outside(images: ImageSet, out: Path) -> None:
-    """Raise InputError for a folder of runs among the class folders of `images`: runs have images too."""
+    """Raise InputError for a folder of results among the class folders of `images`, or among images without labels.
+
+    Runs and reports have images too.
+    """
     of_run = is_split_file(images.name)
     folder = read_record(Path(images.name), FolderSplit).folder if of_run else images.name
-    root, run = (Path(os.path.realpath(path)) for path in (folder, out))
-    flat = images.by_hash or of_run
-    if flat and run.is_relative_to(root) and not run.relative_to(root).parts[0].startswith("."):
-        raise InputError(
-            f"'{out}' is in '{root}', where the next run would take it for a class of images: pass another --out"
+    root, made = (Path(os.path.realpath(path)) for path in (folder, out))
+    listed = images.by_hash or of_run or not images.class_names
+    if listed and made.is_relative_to(root) and not any(part.startswith(".") for part in made.relative_to(root).parts):
+        taken = (
+            "the next run would take it for a class of images" if images.class_names else "its pictures would be images"
         )
+        raise InputError(f"'{out}' is in '{root}', where {taken}: pass another --out")
 
 
 def is_flat(root: Path) -> bool:
