@@ -162,6 +162,13 @@ def test_density_has_the_moments_of_the_dense_hessian() -> None:
     assert found.images == 12
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_classes_of_any_whole_number_type(dtype: torch.dtype) -> None:
+    """numpy's labels are often int32, and those of CIFAR's archives uint8."""
+    images, labels = batch()
+    assert mean_nll(network("mlp"), images, labels.to(dtype)) == mean_nll(network("mlp"), images, labels)
+
+
 def test_probabilities_as_labels() -> None:
     model, (images, labels) = network("mlp"), batch()
     one_hot = F.one_hot(labels, CLASSES)

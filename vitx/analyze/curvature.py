@@ -112,7 +112,7 @@ def mean_nll(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         )
     if of_classes and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(f"labels reach from {labels.min()} to {labels.max()}, but the network has {classes} classes")
-    target = labels.to(parameter.device) if of_classes else labels.to(logits)
+    target = labels.to(parameter.device, torch.long) if of_classes else labels.to(logits)
     return F.cross_entropy(logits, target)
 
 
