@@ -11,7 +11,7 @@ import timm
 
 from cli_fixture import Vitx
 from run_fixture import ColourMean, digits_source
-from vitx.analyze import METRICS, analyze
+from vitx.analyze import METRICS, AnalysisRequest, analyze, analyze_networks
 from vitx.analyze.curvature import augmented_batches
 from vitx.analyze.metric import AnalysisOptions, MetricContext, NotApplicable
 from vitx.analyze.metrics.adversarial import adversarial_robustness
@@ -21,6 +21,7 @@ from vitx.analyze.metrics.hessian_density import hessian_density
 from vitx.analyze.metrics.landscape import loss_landscape
 from vitx.analyze.metrics.occlusion import gradient_saliency, occlusion
 from vitx.analyze.predictor import predictor
+from vitx.core.errors import InputError
 from vitx.data.open import open_images
 
 IMAGES = open_images("digits", "val").first(6)
@@ -147,3 +148,16 @@ def test_weights_of_a_run_and_a_checkpoint_of_a_network_are_refused(
         assert said.startswith(expected)
     both = ("--weights", "random", "--checkpoint", "last", "--images", "2", "--only", "over-smoothing", "--quiet")
     assert vitx("analyze", run, "model:deit_digits", "--data", "digits", *both)[0] == 0
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path) -> None:
+    """Three networks were measured for minutes before there were too many."""
+    request = AnalysisRequest(data="digits", out=tmp_path / "out")
+    for count in (0, 3):
+        with pytest.raises(InputError, match=rf"^{count} networks: expected one, or two to be compared$"):
+            analyze_networks(["model:deit_digits"] * count, ("cka",), request)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match=r"^no images of 'digits' to analyze 'colours' with$"):
+        analyze(SOURCE, IMAGES.first(0), ("confidence",), AnalysisOptions(), quiet=True)
+    with pytest.raises(ValueError, match="seed"):
+        AnalysisOptions(seed=-1)

@@ -113,9 +113,11 @@ def analyze(
     not in `names`; new ones are written to it one by one. report: called with what is known so far, whenever that has
     grown. A metric that does not apply is listed with its reason and is no error.
 
-    Raises InputError for an unknown name.
+    Raises InputError for an unknown name, and without images.
     """
     names = chosen_metrics(names)
+    if not len(images):
+        raise InputError(f"no images of '{images.name}' to analyze '{source.name}' with")
     analysis = Analysis(source, images, options)
     results = _ResultCache(cache, source, images, options)
     for name in METRICS if cache else names:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from vitx.analyze.activations import Activations
 from vitx.core.console import progress
@@ -37,7 +37,7 @@ class AnalysisOptions(Record):
     """What metrics depend on besides the network and the images."""
 
     batch_size: PositiveInt = 16
-    seed: int = 0
+    seed: NonNegativeInt = 0
     similar_above: float = Field(
         default=SIMILARITY_THRESHOLD, ge=-1, le=1, description="cosine that makes two layers similar"
     )

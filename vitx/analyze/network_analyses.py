@@ -28,10 +28,12 @@ def analyze_networks(
 ) -> tuple[list[Analysis], SimilarityMatrix | None]:
     """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
 
-    Raises InputError when no data is named and the first network was trained on none, for `corrupted` or `module`
-    without its metric, for `weights` where all are runs and `checkpoint` where none is, and where `out` cannot be a
-    folder or lies in the folder of the images.
+    Raises InputError for another number of networks, when no data is named and the first network was trained on none,
+    for `corrupted` or `module` without its metric, for `weights` where all are runs and `checkpoint` where none is, and
+    where `out` cannot be a folder or lies in the folder of the images.
     """
+    if len(targets) not in (1, 2):
+        raise InputError(f"{len(targets)} networks: expected one, or two to be compared")
     if request.corrupted is not None and "corruptions" not in metrics:
         raise InputError(f"--corrupted {request.corrupted} is for the metric corruptions: name it with --only")
     if request.module and not {"hessian", "hessian-density"} & {*metrics}:
