@@ -109,9 +109,10 @@ def analyze(
 ) -> Analysis:
     """Measure `names`, as `chosen_metrics` takes them, in evaluation mode; modes, hooks and gradients are as before.
 
-    cache: a folder. Results of the same weights, images and options are read from it, also those of metrics that are
-    not in `names`; new ones are written to it one by one. report: called with what is known so far, whenever that has
-    grown. A metric that does not apply is listed with its reason and is no error.
+    cache: a folder. Results of the same checkpoint, images and options are read from it, also those of metrics that are
+    not in `names`; new ones are written to it one by one. A model that was changed since it was loaded, such as by
+    `half()` or without a block, is not told from the one before: give it another folder. report: called with what is
+    known so far, whenever that has grown. A metric that does not apply is listed with its reason and is no error.
 
     Raises InputError for an unknown name, and without images.
     """
