@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -18,27 +19,29 @@ from vitx.core.run import ModelSpec
 from vitx.export import SourceRequest, hub
 from vitx.export.hub import check_hub_folder, write_hub_folder
 from vitx.export.hub_card import TimmForm
-from vitx.models import build
+from vitx.models import build, image_tensor
 
 PLAIN = (
     "model:deit_digits?depth=2&patch_head=True&drop_path_rate=0.1&weight_init=jax",
     "model:deit_tiny_12?depth=1&img_size=48&patch_size=12&embed_dim=24&global_pool=avg&init_values=0.5",
     "model:timm/deit3_small_patch16_224?depth=1&embed_dim=24&num_heads=2&img_size=32",
 )
-# Without vitx on its path: the way of the model card, and the folder as a whole.
+# What the model card says, without vitx on its path.
 READER = """
-import json, sys, numpy, timm, torch
+import json, re, sys, timm, torch
+from PIL import Image
 answers = []
 images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
 for folder in sys.argv[2:]:
-    config = json.load(open(folder + "/config.json"))
-    size, count = config["pretrained_cfg"]["input_size"][1], config["num_classes"]
-    overlay = dict(file=folder + "/model.safetensors", num_classes=count)
-    arguments = dict(num_classes=count, pretrained_cfg_overlay=overlay, **config["model_args"])
-    model = timm.create_model(config["architecture"], pretrained=True, **arguments)
-    whole = timm.create_model("local-dir:" + folder, pretrained=True)
+    card = {}
+    code = re.search("```python\\n(.*?)```", open(folder + "/README.md").read(), re.DOTALL)[1]
+    exec(code.replace("FOLDER", folder), card)
+    model, size = card["model"], timm.data.resolve_model_data_config(card["model"])["input_size"][1]
     with torch.inference_mode():
-        answers.append([net.eval()(images[..., :size, :size]).tolist() for net in (model, whole)])
+        logits = model(images[..., :size, :size]).tolist()
+    picture = torch.arange(60 * 70 * 3, dtype=torch.uint8).reshape(60, 70, 3).numpy()
+    pixels = card["transform"](Image.fromarray(picture))
+    answers.append([logits, pixels.tolist()])
 assert not any(name.startswith("vitx") for name in sys.modules)
 json.dump(answers, open(sys.argv[1], "w"))
 """
@@ -59,12 +62,15 @@ def test_plain_timm_gives_the_logits_of_a_plain_vit(tmp_path: Path, bundle: Bund
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PATH": ""})
     assert done.returncode == 0, done.stderr
     images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
-    for source, answers in zip(sources, json.loads((tmp_path / "logits.json").read_text()), strict=True):
-        size = source.preprocessing.image_size
+    picture = Image.fromarray(torch.arange(60 * 70 * 3, dtype=torch.uint8).reshape(60, 70, 3).numpy())
+    for source, (logits, pixels) in zip(sources, json.loads((tmp_path / "logits.json").read_text()), strict=True):
+        size, prepared = source.preprocessing.image_size, source.preprocessing
         with torch.inference_mode():
             own = source.model(images[..., :size, :size]).numpy()
-        for found in answers:
-            np.testing.assert_allclose(found, own, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logits, own, rtol=1e-5, atol=1e-6)
+        # The card's transform, which timm makes of the folder, is ours and no published network's.
+        expected = image_tensor(np.stack([prepared.apply(picture)]), prepared.mean, prepared.std)[0]
+        np.testing.assert_allclose(pixels, expected.numpy(), atol=1e-5)
     card = (folders[0] / "README.md").read_text()
     assert "import vitx" not in card
     assert "Nothing: the bundle was exported without a certificate." in card

@@ -35,7 +35,6 @@ def model_card(source: Source, form: TimmForm, bundle: Bundle) -> str:
     names = json.dumps(source.class_names[:SHOWN_CLASSES], ensure_ascii=False)
     more = f" and {count - SHOWN_CLASSES} more" if count > SHOWN_CLASSES else ""
     imports = "".join(f"import {name}  # of vitx: registers the network with timm\n" for name in form.imports)
-    arguments = "".join(f"    {key}={value!r},\n" for key, value in form.arguments.items())
     return f"""{HEAD}
 
 # {bundle.manifest.name}
@@ -45,16 +44,12 @@ def model_card(source: Source, form: TimmForm, bundle: Bundle) -> str:
 ```python
 import timm
 {imports}
-model = timm.create_model(
-    "{form.architecture}",
-    pretrained=True,
-    num_classes={count},
-{arguments}    pretrained_cfg_overlay=dict(file="{WEIGHTS}", num_classes={count}),
-).eval()
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 ```
 
-`timm.create_model("local-dir:FOLDER", pretrained=True)` loads the whole folder. Images are resized, cropped and
-normalised as `pretrained_cfg` in `{CONFIG}` says.
+FOLDER is where this file lies. `transform` resizes, crops and normalises an RGB image as `pretrained_cfg` in `{CONFIG}`
+says.
 
 ## What was measured
 
