@@ -52,12 +52,21 @@ def bundle(tmp_path: Path) -> Bundle:
     return write_bundle(tmp_path / "tiny.vitx")
 
 
+def write_folder(request: SourceRequest, bundle: Bundle, out: Path) -> Path:
+    """The folder of `bundle` as if it had been exported from `request`."""
+    weights = {"checkpoint_sha256": request.load().checkpoint_sha256}
+    provenance = bundle.manifest.provenance.model_copy(update=weights)
+    return write_hub_folder(
+        request, Bundle(bundle.path, bundle.manifest.model_copy(update={"provenance": provenance})), out
+    )
+
+
 def test_plain_timm_gives_the_logits_of_a_plain_vit(tmp_path: Path, bundle: Bundle) -> None:
     sources, folders = [], []
     for number, target in enumerate(PLAIN):
         request = SourceRequest(target, weights="random")
         sources.append(request.load())
-        folders.append(write_hub_folder(request, bundle, tmp_path / str(number)))
+        folders.append(write_folder(request, bundle, tmp_path / str(number)))
     command = [sys.executable, "-c", READER, str(tmp_path / "logits.json"), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PATH": ""})
     assert done.returncode == 0, done.stderr
@@ -79,20 +88,20 @@ def test_plain_timm_gives_the_logits_of_a_plain_vit(tmp_path: Path, bundle: Bund
 def test_methods_against_over_smoothing_are_no_networks_of_timms(tmp_path: Path, bundle: Bundle) -> None:
     for method in ("attention=attn-scale", "feat_scale=true", "contranorm_scale=0.2"):
         request = SourceRequest(f"model:deit_digits?depth=1&{method}", weights="random")
-        config = json.loads((write_hub_folder(request, bundle, tmp_path / method) / "config.json").read_text())
+        config = json.loads((write_folder(request, bundle, tmp_path / method) / "config.json").read_text())
         assert config["architecture"] == "deit_digits"
 
 
 def test_a_network_of_ours_names_what_has_to_be_imported(tmp_path: Path, tiny_bundle: Bundle) -> None:
     request = SourceRequest("model:deepvit_digits?depth=2&attention=re-attention", weights="random")
-    folder = write_hub_folder(request, tiny_bundle, tmp_path / "hub")
+    folder = write_folder(request, tiny_bundle, tmp_path / "hub")
     card, config = (folder / "README.md").read_text(), json.loads((folder / "config.json").read_text())
     assert "import vitx.models  # of vitx: registers the network with timm" in card
     assert config["architecture"] == "deepvit_digits"
     assert config["model_args"] == {"depth": 2, "attention": "re-attention"}
     assert "95 % interval" in card
     assert "| ONNX graph against these weights | pass: " in card
-    write_hub_folder(request, tiny_bundle, folder)  # in the place of the older one
+    write_folder(request, tiny_bundle, folder)  # in the place of the older one
 
 
 def test_a_network_whose_layers_share_weights_is_written_whole(tmp_path: Path, bundle: Bundle) -> None:
@@ -100,7 +109,7 @@ def test_a_network_whose_layers_share_weights_is_written_whole(tmp_path: Path, b
     request = SourceRequest(f"model:timm/coat_lite_tiny?{arguments}", weights="random")
     state = request.load().model.state_dict()
     assert len({value.data_ptr() for value in state.values()}) < len(state)
-    written = load_file(write_hub_folder(request, bundle, tmp_path / "hub") / "model.safetensors")
+    written = load_file(write_folder(request, bundle, tmp_path / "hub") / "model.safetensors")
     assert written.keys() == state.keys()
     assert all(torch.equal(written[key], value) for key, value in state.items())
 
@@ -111,7 +120,7 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, bundle: Bundle, monkeypatch
 
     monkeypatch.setattr(build, "save_file", fails)
     with pytest.raises(OSError, match="No space left on device"):
-        write_hub_folder(SourceRequest("model:deit_digits", weights="random"), bundle, tmp_path / "hub")
+        write_folder(SourceRequest("model:deit_digits", weights="random"), bundle, tmp_path / "hub")
     assert not (tmp_path / "hub").exists()
 
 
@@ -121,12 +130,21 @@ def test_what_timm_would_compute_otherwise_is_not_written(
     request = SourceRequest("model:deit_digits?depth=1", weights="random")
     monkeypatch.setattr(hub, "PLAIN_VIT", "deit3_small_patch16_224")  # no class token's position: other tensors
     with pytest.raises(CheckFailed, match="timm's 'deit3_small_patch16_224' cannot be 'model:deit_digits"):
-        write_hub_folder(request, bundle, tmp_path / "hub")
+        write_folder(request, bundle, tmp_path / "hub")
     source = request.load()
     other = TimmForm("deit_digits", {"depth": 1, "residual_scale": 2.0}, ())
     assert source.spec == ModelSpec(name="deit_digits", num_classes=10, kwargs={"depth": 1})
     with pytest.raises(CheckFailed, match=r"gives other logits than 'model:deit_digits.*\(relative error "):
         hub._require_equal(source, other, dict(source.model.state_dict()))
+    assert not (tmp_path / "hub").exists()
+
+
+def test_weights_that_are_no_longer_the_bundle_s_are_not_written(tmp_path: Path, bundle: Bundle) -> None:
+    """A run in training may have a better checkpoint by now, and the card would praise it with the bundle's numbers."""
+    with pytest.raises(
+        CheckFailed, match=r"the weights of 'model:deit_digits.* \(random\) changed while they were exp"
+    ):
+        write_hub_folder(SourceRequest("model:deit_digits?depth=1", weights="random"), bundle, tmp_path / "hub")
     assert not (tmp_path / "hub").exists()
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from timm.models import PretrainedCfg
 from torch import nn
 
-from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder
 from vitx.models import build_model, source
@@ -127,6 +127,17 @@ def test_weights_of_a_file_are_loaded(tmp_path: Path) -> None:
 
 
 SMALL_BEIT = ["img_size=32", "patch_size=8", "depth=1", "embed_dim=24", "num_heads=2"]
+
+
+def test_weights_that_changed_are_not_taken_for_those_before() -> None:
+    digest = RANDOM.load().checkpoint_sha256
+    assert RANDOM.load_again(digest).checkpoint_sha256 == digest
+    with pytest.raises(CheckFailed) as caught:
+        RANDOM.load_again("0" * 64)
+    assert str(caught.value) == (
+        "the weights of 'model:deit_digits' (random) changed while they were exported, as those of a run in training "
+        "do: export it again"
+    )
 
 
 def test_arguments_of_a_network_stand_behind_its_name() -> None:

@@ -343,7 +343,8 @@ def test_the_certificate_of_an_export(
         LoadedModel(name, TableSession([[0.0]]), PIXEL, LABELS, "its data", "") for name in ("reference", "candidate")
     ]
     bundle = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": precision}))
-    request: Any = SimpleNamespace(load=lambda: "the source")
+    digest = bundle.manifest.provenance.checkpoint_sha256
+    request: Any = SimpleNamespace(load_again={digest: "the source"}.__getitem__)
 
     def certify_models(*models: Any, token_similarity: Any, **options: Any) -> Any:
         asked.append((models, options))

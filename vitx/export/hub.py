@@ -49,10 +49,11 @@ def check_hub_folder(out: Path) -> None:
 def write_hub_folder(request: SourceRequest, bundle: Bundle, out: Path) -> Path:
     """Write the network that `bundle` was exported from, with the bundle's certificate in the model card.
 
-    timm builds it once from what is written, and must give its logits: CheckFailed otherwise.
+    timm builds it once from what is written, and must give its logits: CheckFailed otherwise, and where the weights are
+    not those of the bundle any more.
     """
     check_hub_folder(out)
-    source = request.load()
+    source = request.load_again(bundle.manifest.provenance.checkpoint_sha256)
     form = _form(source)
     tensors = dict(source.model.state_dict())
     if not form.imports:

@@ -15,7 +15,7 @@ from timm.data.config import resolve_data_config
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vitx.core.errors import UNUSABLE, InputError
+from vitx.core.errors import UNUSABLE, CheckFailed, InputError
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import NOT_OF_THE_NETWORK, ModelSpec, RunFolder, weights_file
@@ -128,6 +128,16 @@ class SourceRequest:
         else:
             source = _source_from_run(RunFolder.open(self.target), self.which)
         _require_finite(source)
+        return source
+
+    def load_again(self, digest: str) -> Source:
+        """Load the weights of `digest` once more; raise CheckFailed where there are others by now."""
+        source = self.load()
+        if source.checkpoint_sha256 != digest:
+            raise CheckFailed(
+                f"the weights of '{source.name}' ({source.checkpoint}) changed while they were exported, as those of a "
+                "run in training do: export it again"
+            )
         return source
 
 

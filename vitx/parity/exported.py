@@ -144,13 +144,14 @@ def sampling_plan(
 def certify_export(bundle: Bundle, request: SourceRequest, options: ExportOptions, *, quiet: bool) -> None:
     """Compare the bundle with the network it was exported from, and write its witness set and its certificate.
 
-    Raises CheckFailed with the reasons, the mistake and the layer when it fails, and when an executable that was asked
-    for does.
+    Raises CheckFailed with the reasons, the mistake and the layer when it fails, when an executable that was asked for
+    does, and when the weights are not those of the bundle any more.
     """
     device, witness = options.device, options.witness
     log("export: certifying the graph against the checkpoint", quiet=quiet)
+    source = request.load_again(bundle.manifest.provenance.checkpoint_sha256)
     with (
-        model_from_source(request.load(), device) as reference,
+        model_from_source(source, device) as reference,
         model_from_bundle(bundle, device=device, use_twin=True) as candidate,
     ):
         check_size = reference.preprocessing.check_size
