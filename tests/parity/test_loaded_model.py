@@ -14,7 +14,7 @@ import vitx.runtimes.torch
 from bundle_fixture import LABELS, PREPROCESSING, certificate, write_bundle
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
 from vitx.export import ExportOptions, SourceRequest
@@ -299,6 +299,9 @@ def test_what_comes_after_the_bundle_is_checked_before_it(
     ):
         with pytest.raises(InputError, match=message):
             export_certified("runs/x", tmp_path / "o.vitx", options, quiet=True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(EnvironmentMissing, match="device cuda was asked for, but torch sees no GPU"):
+        export_certified("runs/x", tmp_path / "o.vitx", ExportOptions(device="cuda"), quiet=True)
     exporting.labels = ["a", "b\nc"]
     with pytest.raises(InputError, match=r"the label 'b\\nc' does not fit a line of Triton's labels\.txt: rename"):
         export_certified("runs/x", tmp_path / "o.vitx", ExportOptions(triton=tmp_path / "models"), quiet=True)

@@ -30,7 +30,7 @@ from vitx.parity.statistics import flips_allowed
 from vitx.parity.trace import failure_notes, measure_token_similarity
 from vitx.parity.verdict import check_image_count
 from vitx.runtimes.session import device_name
-from vitx.runtimes.torch import TorchSession
+from vitx.runtimes.torch import TorchSession, check_device
 
 
 def export_certified(
@@ -49,6 +49,7 @@ def export_certified(
     request = source_request(target, options, weights)
     if request.is_model and options.data is None and not options.uncertified:
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
+    check_device(device_name(options.device))
     if options.sign is not None:
         check_private_key(options.sign)
     if options.calibration is not None:  # found later, --for cpu would take it for a reason to leave the int8 graph out

@@ -21,6 +21,12 @@ from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Device, Float32Array, Session, check_images, device_name
 
 
+def check_device(device: Device) -> None:
+    """Raise EnvironmentMissing where torch cannot run on `device`."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
+
+
 class TorchSession(Session):
     """A network in evaluation mode as a session, in true float32 (no TF32).
 
@@ -39,8 +45,7 @@ class TorchSession(Session):
         compiled: bool = False,
     ) -> None:
         super().__init__()
-        if device == "cuda" and not torch.cuda.is_available():
-            raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
+        check_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
