@@ -278,10 +278,17 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     assert "in 'repository/tiny' Triton runs the TensorRT plan, on the GPU" in capsys.readouterr().err
 
 
-def test_a_run_completed_by_the_shell_has_its_bundle_beside_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_its_bundle_beside_it_however_it_is_named(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     exporting = Exporting(monkeypatch, bundle)
     export_certified("runs/x/", quiet=True)
     assert exporting.calls["export"][1] == Path("runs/x.vitx")
+    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
+    for folder, target in (("x", "."), ("x/checkpoints", "..")):
+        monkeypatch.chdir(tmp_path / folder)
+        export_certified(target, quiet=True)
+        assert exporting.calls["export"][1] == tmp_path.resolve() / "x.vitx"
 
 
 def test_what_comes_after_the_bundle_is_checked_before_it(

@@ -55,7 +55,7 @@ def export_certified(
     if options.calibration is not None:  # found later, --for cpu would take it for a reason to leave the int8 graph out
         open_images(options.calibration, "train", skip_bad=options.skip_bad)
     # Through a Path, as `runs/net/` is how a shell completes a folder's name.
-    out = Path(out or f"{request.network if request.is_model else Path(target)}.vitx")
+    out = Path(out or f"{request.network if request.is_model else _named(Path(target))}.vitx")
     written = {"--out": out}
     if options.hub is not None:
         check_hub_folder(options.hub)
@@ -87,6 +87,11 @@ def export_certified(
         log(f"export: '{out}' is written and stays; what follows it failed")
         raise
     return bundle
+
+
+def _named(run: Path) -> Path:
+    """The run by a path that ends in its name, which that of the folder a shell is in does not."""
+    return run.resolve() if run.name in ("", "..") else run
 
 
 def _write_beside(bundle: Bundle, request: SourceRequest, out: Path, options: ExportOptions, *, quiet: bool) -> None:
