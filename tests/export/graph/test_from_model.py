@@ -397,6 +397,15 @@ def test_a_network_may_have_no_parameters(tmp_path: Path) -> None:
     assert [len(graph.graph.input), len(graph.graph.output)] == [1, 1]
 
 
+def test_autocast_around_it_changes_nothing(tmp_path: Path) -> None:
+    pixels = Preprocessing(image_size=8)
+    classifier = ImageClassifier(Buffers(lambda logits: logits), pixels).eval()
+    plain = onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "plain.onnx")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "found.onnx")
+    assert found == plain
+
+
 @pytest.mark.parametrize(
     ("form", "returned", "expected"),
     [

@@ -98,9 +98,10 @@ def graph_of(
     size = preprocessing.image_size
     device = any_tensor(classifier).device
     example = torch.zeros(EXAMPLE_BATCH, size, size, 3, dtype=torch.uint8, device=device)
-    model, fused = trace(classifier, example, wanted, (INPUT, OUTPUT))
-    with attention_form(classifier, fused=fused):
-        require_operators(expected_operators(classifier, example[:1], wanted), model.graph)
+    with torch.autocast(device.type, enabled=False):  # a notebook's: its casts would be traced
+        model, fused = trace(classifier, example, wanted, (INPUT, OUTPUT))
+        with attention_form(classifier, fused=fused):
+            require_operators(expected_operators(classifier, example[:1], wanted), model.graph)
     name_block_outputs(model)
     clean(model, folded=folded)
     return model
@@ -149,7 +150,7 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
     generator = np.random.default_rng(0)
     for batch in CHECKED_BATCHES:
         images = generator.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
             found = classifier(torch.from_numpy(images).to(device))
         if not isinstance(found, Tensor):  # the exporter takes it apart, and leaves None out
             raise InputError(f"the network returns a {type(found).__name__}: expected one tensor, logits (N, C)")
