@@ -14,7 +14,7 @@ from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger, Shard, ShardRecord
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.executor import Performance
-from vitx.predict.summary import PredictionSummary, SourceCounts, summarize, summary_name
+from vitx.predict.summary import PredictionSummary, SourceCounts, summarize, summary_name, write_summary
 
 
 def described(**changes: Any) -> dict[str, Any]:
@@ -168,3 +168,15 @@ def test_as_many_unreadable_images_as_allowed_are_no_error(tmp_path: Path) -> No
     found.check_errors(0.25)
     with pytest.raises(CheckFailed, match=r"^1 of 4 images is unreadable, more than --max-error-rate 0\.2: "):
         found.check_errors(0.2)
+
+
+def test_what_a_kill_left_of_the_summary_is_removed(tmp_path: Path) -> None:
+    """Of this one's writers alone: other jobs may be writing theirs."""
+    shards = {Shard("images", "", 0, 4): ShardRecord("a", 4, 0, {0: 4}, 4)}
+    found, path = summary_of(tmp_path, shards, SkippedNames()), tmp_path / "jobs" / summary_name(Share(2, 3))
+    write_summary(path, found)
+    left, theirs = (path.with_name(f".{summary_name(Share(number, 3))}.h0f26o1k") for number in (2, 1))
+    for one in (left, theirs):
+        one.write_text("{")
+    assert write_summary(path, found) == found  # also where there is nothing new to write
+    assert sorted(path.parent.iterdir()) == [theirs, path]

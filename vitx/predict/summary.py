@@ -9,7 +9,7 @@ from typing import Any
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.console import counted
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import Record, escape_invalid_utf8, read_record, write_json
+from vitx.core.files import Record, escape_invalid_utf8, read_record, remove_unfinished, write_json
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import shown
@@ -174,6 +174,7 @@ def summarize(
 
 def write_summary(path: Path, summary: PredictionSummary) -> PredictionSummary:
     """Write it and return it as written: if this process did no image, with the speed of the last one that did."""
+    remove_unfinished(path)
     before = None
     with suppress(InputError):  # it is not there, or damaged: all that counts is in the ledger
         before = read_record(path, PredictionSummary)
