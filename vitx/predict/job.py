@@ -140,6 +140,7 @@ def predict(
             read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
             decode_threads=options.decode_threads or usable_cores(),
             has_single_files=any(ledger.shards("kind = 'images'")),
+            source=ledger.description()["source"],
             certified=certified,
             footer=footer,
         )

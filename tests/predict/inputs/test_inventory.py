@@ -194,8 +194,8 @@ def test_versions_are_of_the_file_and_taken_before_it_is_read(tmp_path: Path, mo
     asked: list[tuple[Any, ...]] = []
 
     def recorded(name: str, result: Callable[[], Any]) -> None:
-        def record(*given: Any) -> Any:
-            asked.append((name, *given))
+        def record(*given: Any, found: bool = False) -> Any:
+            asked.append((name, *given, *(["found"] if found else [])))
             return result()
 
         monkeypatch.setattr(stores, name, record)
@@ -208,9 +208,9 @@ def test_versions_are_of_the_file_and_taken_before_it_is_read(tmp_path: Path, mo
     assert read_item(Item("a.png", "/in/a.png"), versions=True, stopped=stopped) == read
     row = Item("a.png", "/in/a.png", version="its row's")
     assert read_item(row, versions=True, single=False, stopped=stopped) == row._replace(source=b"x")
-    assert read_item(Item("a.png", "/in/a.png"), stopped=stopped) == read._replace(version=None)
+    assert read_item(Item("a.png", "/in/a.png"), found=True, stopped=stopped) == read._replace(version=None)
     reads = [("read_bytes", "/in/a.png", stopped)]
-    assert asked == [("version_of", "/in/a.png", stopped), *reads, *reads, *reads]
+    assert asked == [("version_of", "/in/a.png", stopped), *reads, *reads, (*reads[0], "found")]
     asked.clear()
     for versions in (True, False):
         (error,) = read_shard(Shard("tar", "a.tar"), "/in", tmp_path, versions=versions, stopped=stopped)

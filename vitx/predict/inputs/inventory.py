@@ -293,11 +293,16 @@ def read_shard(
 
 
 def read_item(
-    item: Item, *, versions: bool = False, single: bool = True, stopped: threading.Event | None = None
+    item: Item,
+    *,
+    versions: bool = False,
+    single: bool = True,
+    found: bool = False,
+    stopped: threading.Event | None = None,
 ) -> Item:
     """Return the image with its bytes, or with the reason why they cannot be read.
 
-    single: false if a Parquet file names it, whose version is that of the row, or tells none.
+    single: false if a Parquet file names it, whose version is that of the row, or tells none. found: see `read_bytes`.
     """
     if not isinstance(item.source, str):
         return item
@@ -305,7 +310,7 @@ def read_item(
     if versions and single:  # before it is read: what changes meanwhile has another version then
         item = item._replace(version=stores.version_of(source, stopped))
     try:
-        return item._replace(source=stores.read_bytes(source, stopped))
+        return item._replace(source=stores.read_bytes(source, stopped, found=found))
     except ImageError as error:
         # An increment has found what is in a folder that can be listed.
         hides = stores.NotListed if not versions or not isinstance(error, stores.ListedNow) else ()

@@ -113,12 +113,13 @@ def is_hidden(name: str) -> bool:
     return "/." in f"/{name}"
 
 
-def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
+def read_bytes(location: str, stopped: threading.Event | None = None, *, found: bool = False) -> bytes:
     """Return the content of an image file or object; raise ImageError with the reason if it cannot be read.
 
+    found: in a folder or by a pattern; else what ends with a slash may be an image of an HTTP server.
     EnvironmentMissing if that is this machine's fault, such as too many open files.
     """
-    if location.endswith("/") and not is_http(location):  # perhaps one that `walk_images` did not enter
+    if location.endswith("/") and (found or not is_http(location)):  # perhaps one that `walk_images` did not enter
         raise _folder_problem(location)
     try:
         location = local(location)

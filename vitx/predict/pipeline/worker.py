@@ -15,7 +15,7 @@ import numpy as np
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import escape_invalid_utf8
 from vitx.core.preprocess import ImageError, Preprocessing
-from vitx.predict.inputs.inventory import Item, read_item, read_shard
+from vitx.predict.inputs.inventory import Item, Source, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import Gone
 from vitx.predict.inputs.tables import TableColumns
@@ -43,8 +43,9 @@ def slice_size(batch_size: int, decode_threads: int) -> int:
 class Job:
     """What is predicted and how. listing: see `names_of`; base: the folder or URL that names are relative to.
 
-    has_single_files: whether some shards are ranges of single image files. certified: whether what runs the bundle must
-    have a passing verdict; without --allow-uncertified it must. footer: key-value metadata of each file of the output.
+    has_single_files: whether some shards are ranges of single image files; source: what names them. certified: whether
+    what runs the bundle must have a passing verdict; without --allow-uncertified it must. footer: key-value metadata of
+    each file of the output.
     """
 
     out: Path
@@ -58,6 +59,7 @@ class Job:
     certified: bool
     columns: TableColumns = field(default_factory=TableColumns)
     has_single_files: bool = True
+    source: Source = "folder"
     footer: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -148,7 +150,9 @@ class Worker:
 
             def read_one(given: Images) -> Images:
                 single = given[0].claim.shard.kind == "images"
-                one = partial(read_item, versions=self.job.options.incremental, single=single, stopped=stopped)
+                found = single and self.job.source in ("folder", "pattern")
+                versions = self.job.options.incremental
+                one = partial(read_item, versions=versions, single=single, found=found, stopped=stopped)
                 return self._each("read", one, given)
 
             decode_one = partial(self._each, "decode", self._decoded)
