@@ -15,6 +15,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.inputs import remote
+from vitx.predict.inputs.stores import expand, walk_images
 from vitx.predict.options import PredictOptions
 from vitx.predict.summary import PredictionSummary
 
@@ -94,3 +95,14 @@ def test_a_line_with_a_slash_at_its_end_may_be_an_image(tiny_bundle: Bundle, tmp
         summary = run(tiny_bundle, str(tmp_path / "list.txt"), tmp_path / "out")
     assert (summary.images, summary.errors, summary.uncounted) == (2, 1, 0)
     assert errors(tmp_path / "out") == ["cannot open the image: HTTP status 404"]
+
+
+def test_a_folder_is_asked_for_as_it_is_named() -> None:
+    """By who gives it, and by the page that links to it: a server need not have a page at the other address."""
+    files: dict[str, bytes | int] = {"/in/": links("a.png", "more/"), "/in/more/": links("b.png", "/in/")}
+    with serving(files | {"/index.html": links("c.png")}) as url:
+        assert sorted(name for name, _ in walk_images(f"{url}/in/", print)) == ["a.png", "more/b.png"]
+        assert [name for name, _ in walk_images(f"{url}/index.html", print)] == ["c.png"]
+        files["/in"] = files["/in/"]
+    with serving(files) as url:
+        assert sorted(expand(f"{url}/in/**/*.png")) == [f"{url}/in/a.png", f"{url}/in/more/b.png"]

@@ -156,7 +156,7 @@ def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = Fals
     for name, entry in _entries(system, top):
         # What lies below an empty name has none that `join` could put below the root.
         odd = "//" in f"/{name}"
-        given = _location(system, f"{top}/{name}", _lost_host(system, top, root)) if odd else name
+        given = _location(system, f"{top.rstrip('/')}/{name}", _lost_host(system, top, root)) if odd else name
         if isinstance(entry, Exception):
             entry = {}
         elif is_hidden(name) or not is_image_name(name):
@@ -191,7 +191,7 @@ def expand(pattern: str) -> Iterator[str]:
     # Two stars are special between slashes only.
     system, path = _opened(re.sub(r"(?<![/*])\*\*+|\*\*+(?![/*]|$)", "*", pattern))
     host = _lost_host(system, path, pattern)
-    parts = path.split("/")
+    parts = path.rstrip("/").split("/")
     plain = list(takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts[:-1]))
     fixed, parts = _ESCAPED.sub(r"\1", "/".join(plain)), parts[len(plain) :]
 
@@ -222,13 +222,16 @@ def _match(names: list[str], parts: list[str], *, beginning: bool = False) -> bo
 
 
 def _opened(location: str) -> tuple[Any, str]:
-    """The file system of a URL, or None for a folder of this machine; and the path in it."""
+    """The file system of a URL, or None for a folder of this machine; and the path in it.
+
+    An HTTP server may have a page at one of "…/a" and "…/a/" alone: that path is as it was given.
+    """
     path = local(location)
     if not is_url(path):
         return None, absolute(path).rstrip("/")
     system, path = remote.remote_filesystem(location)
     system.invalidate_cache()  # of an earlier listing in this process
-    return system, path.rstrip("/")
+    return system, path if is_http(path) else path.rstrip("/")
 
 
 def canonical(location: str) -> str:
@@ -342,7 +345,8 @@ def _entries(system: Any, top: str, enters: Callable[[str], bool] = lambda folde
     while todo:
         prefix, above = todo.pop()
         try:
-            for name, entry, within in _children(system, f"{top}/{prefix}", above):
+            folder = top if is_http(top) and not prefix else f"{top.rstrip('/')}/{prefix}"
+            for name, entry, within in _children(system, folder, above):
                 if within is None:
                     yield prefix + name, entry
                 elif enters(f"{prefix}{name}/"):
@@ -362,7 +366,7 @@ def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dic
     Raises OSError for a link to one of the folders `above`, each of which is (device, inode).
     """
     if system is not None:
-        path = folder.rstrip("/") or "/"
+        path = folder if is_http(folder) else folder.rstrip("/") or "/"
         # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
         keys = _listed(system, "find", path, prefix="/") if _finds_prefixes(system) else ()
         for entry in _listed(system, "ls", path, detail=True):
@@ -389,7 +393,7 @@ def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dic
 def _folder_problem(location: str) -> ImageError:
     system, path = _opened(location)
     try:
-        next(_children(system, f"{path}/", frozenset()), None)
+        next(_children(system, f"{path.rstrip('/')}/", frozenset()), None)
     except ImageError as error:
         return NotListed(str(error))
     except OSError as error:
