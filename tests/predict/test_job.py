@@ -217,11 +217,13 @@ def test_an_empty_input_or_output_is_not_the_working_folder(
 ) -> None:
     monkeypatch.chdir(images)
     before = content(images)
-    for source, out, what in (("", tmp_path / "out", "input"), (images, "", "output")):
-        with pytest.raises(InputError, match=f"^the {what} is '': expected a path or a URL; is a variable not set"):
-            predict(tiny_bundle, NumpySession(), source, out, quiet=True)
+    out = tmp_path / "out"
+    for given, source, to in (("", "", out), ("file://", "file://", out), ("", images, ""), ("s3://", images, "s3://")):
+        what = "input" if to == out else "output"
+        with pytest.raises(InputError, match=f"^the {what} is '{given}': expected a path or a URL; is a variable"):
+            predict(tiny_bundle, NumpySession(), source, to, quiet=True)
     assert content(images) == before
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_the_table_cuts_names_of_any_length(

@@ -76,8 +76,8 @@ def predict(
     """
     options = options or PredictOptions()
     for what, given in (("input", source), ("output", out)):
-        if given == "":  # as a path it would be the working folder
-            raise InputError(f"the {what} is '': expected a path or a URL; is a variable not set?")
+        if given == "" or str(given).endswith("://"):  # as a path, or by file://, it would be the working folder
+            raise InputError(f"the {what} is '{given}': expected a path or a URL; is a variable not set?")
     ignore_image_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     url, out = _output(out, options)
