@@ -74,6 +74,8 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
             usable = os.access(state, os.W_OK) and all(
                 path.is_file() and os.access(path, os.W_OK) for path in state.glob(f"{LEDGER}*")
             )
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            no_room = _no_room(state) if code == sqlite3.SQLITE_CANTOPEN and usable else None
             if state in made_here and not listed:
                 for path in (*state.glob(f"{LEDGER}*"), state / LOCK):  # the lock last: others may take a new one then
                     path.unlink(missing_ok=True)
@@ -82,7 +84,8 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                         folder.rmdir()
             if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
                 raise
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if no_room is not None:
+                raise no_room from None
             if code == sqlite3.SQLITE_CANTOPEN and usable:  # SQLite does not tell what the system said
                 raise EnvironmentMissing(f"cannot open '{state / LEDGER}' ({error}): {MORE_FILES}") from None
             if code in _NO_ACCESS:
@@ -92,6 +95,18 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
             _remove_copies(state)
+
+
+def _no_room(state: Path) -> OSError | None:
+    """The error if the disk, or the user's share of it, has no room for another file, as SQLite makes beside it."""
+    probe = state / f"{COPY}probe"
+    try:
+        probe.touch()
+    except OSError as error:
+        error.filename = str(state / LEDGER)
+        return error if is_full(error) else None
+    probe.unlink()
+    return None
 
 
 def _remove_copies(state: Path) -> None:

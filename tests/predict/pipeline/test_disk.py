@@ -14,8 +14,10 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import predict
+from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import full_disk_explained, is_full, lost_disk_explained
+from vitx.predict.state import LEDGER, open_ledger
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -116,3 +118,30 @@ def test_too_many_open_files_are_no_lost_disk(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Too many") as raised, lost_disk_explained(tmp_path):
         raise many
     assert raised.value is many
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("reason", [errno.EDQUOT, errno.ENOSPC])
+def test_no_room_for_the_files_beside_the_ledger_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int, begun: bool
+) -> None:
+    """Of a limit of the number of files SQLite says what it says of too many open ones."""
+    out = tmp_path / "out"
+    if begun:
+        with open_ledger(out, PredictOptions()) as ledger:
+            ledger.create({}, [])
+
+    def refused(*given: Any) -> None:
+        raise sqlite_error(sqlite3.SQLITE_CANTOPEN)
+
+    def full(path: Path, *given: Any) -> None:
+        raise OSError(reason, os.strerror(reason), os.fspath(path))
+
+    monkeypatch.setattr(Ledger, "_connect", refused)
+    with pytest.raises(EnvironmentMissing, match=r"ulimit -n"):
+        open_ledger(out, PredictOptions()).__enter__()
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(OSError, match=f"{os.strerror(reason)}: '.*{LEDGER}'$"):
+        open_ledger(out, PredictOptions()).__enter__()
+    assert out.exists() == begun
+    assert not list(tmp_path.rglob("images-*"))
