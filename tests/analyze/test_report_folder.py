@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bundle_fixture import write_bundle
 from cli_fixture import Vitx
 
 TINY = "model:deit_digits?embed_dim=16&num_heads=2"
@@ -35,3 +36,9 @@ def test_a_report_without_what_draws_it_is_refused_before_anything_is_measured(
     assert (code, printed) == (3, "")
     assert error.endswith("this needs the package 'matplotlib', which is not installed: pip install 'vitx[analyze]'\n")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_in_a_bundle_is_refused_before_anything_is_loaded(vitx: Vitx, tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "b.vitx").path
+    code, _, error = vitx("analyze", "model:none", "--data", "digits", "--out", bundle)
+    assert (code, f"would add to the bundle '{bundle}'" in error) == (2, True)

@@ -10,6 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from bundle_fixture import write_bundle
 from vitx.bench.plot import check_plot, save_plot
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.latency import Latency, LatencyPoint
@@ -113,6 +114,8 @@ def test_the_file_is_checked_before_anything_is_measured(tmp_path: Path, monkeyp
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(InputError, match=r"folder\.png.*plot\.png"):
         check_plot(tmp_path / "folder.png")
+    with pytest.raises(InputError, match="would add to the bundle"):  # where latency.json is
+        check_plot(write_bundle(tmp_path / "b.vitx").path / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EnvironmentMissing, match=r"matplotlib.*pip install 'vitx\[analyze\]'"):
         check_plot(tmp_path / "plot.png")

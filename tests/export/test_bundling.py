@@ -9,6 +9,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from bundle_fixture import write_bundle
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
@@ -227,6 +228,26 @@ def test_what_an_export_writes_lies_apart(
     code, _, errors = vitx("export", *source, "--out", out, *options)
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert f"{named} would be in one another" in errors
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "named"),
+    [
+        ("a.vitx", ("--triton", "b.vitx"), "b.vitx/a"),
+        ("a.vitx", ("--hub", "b.vitx/hub"), "b.vitx/hub"),
+        ("b.vitx/a.vitx", (), "b.vitx"),
+    ],
+)
+def test_an_export_adds_nothing_to_another_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitx: Vitx, out: str, options: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundle = write_bundle(tmp_path / "b.vitx")
+    source = ("model:deit_digits", "--weights", "random", "--uncertified", "--quiet")
+    code, _, errors = vitx("export", *source, "--out", out, *options)
+    assert (code, list(tmp_path.iterdir())) == (2, [bundle.path])
+    assert f"'{named}' would add to the bundle '{bundle.path}'" in errors
+    Bundle.open(bundle.path)
 
 
 def test_a_network_without_published_weights_says_so() -> None:

@@ -305,10 +305,14 @@ def test_images_are_all_or_enough_or_a_number_evenly_spaced() -> None:
         sample_images(images, "enough", 1.0)
 
 
-def test_a_folder_as_the_report_is_refused_before_anything_is_opened(models: Models, tmp_path: Path) -> None:
+def test_a_folder_or_a_bundle_as_the_place_of_the_report_is_refused_before_anything_is_opened(
+    models: Models, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as caught:
         checked(report=tmp_path)
     assert str(caught.value) == f"'{tmp_path}' is a folder: expected a file name, such as {tmp_path / 'report.html'}"
+    with pytest.raises(InputError, match="would add to the bundle"):
+        checked(report=write_bundle(tmp_path / "b.vitx").path / "report.html")
     assert (models.opened, models.images_asked) == ([], [])
 
 

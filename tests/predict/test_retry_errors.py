@@ -252,6 +252,13 @@ def test_the_table_of_a_run_is_no_folder_for_another(tiny_bundle: Bundle, folder
     assert len(rows(tmp_path / "out")) == 12
 
 
+def test_a_bundle_is_no_folder_for_predictions(tiny_bundle: Bundle, folder: Path) -> None:
+    for out in (tiny_bundle.path, tiny_bundle.path / "out"):
+        with pytest.raises(InputError, match="would add to the bundle"):
+            run(tiny_bundle, folder, out)
+    Bundle.open(tiny_bundle.path)
+
+
 def test_a_parquet_file_that_was_mended_is_the_same_input(tiny_bundle: Bundle, tmp_path: Path) -> None:
     """It has row groups now, and could not be read when it was listed; of two jobs one has nothing of it."""
     source, out, jobs = tmp_path / "in", tmp_path / "out", ("1/2", "2/2")

@@ -13,6 +13,7 @@ import torch
 from matplotlib import rc_context
 from matplotlib.cbook import is_math_text
 
+from bundle_fixture import write_bundle
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
 from vitx.core.errors import EnvironmentMissing, InputError
@@ -226,6 +227,9 @@ def test_bad_input_is_one_error(vitx: Vitx, finished: Path, image_folder: Path, 
     code, _, said = vitx("report", finished, "--out", tmp_path)
     page = tmp_path / "report.html"
     assert (code, said) == (2, f"error: '{tmp_path}' is a folder: expected a file name, such as {page}\n")
+    bundle = write_bundle(tmp_path / "b.vitx").path
+    code, _, said = vitx("report", finished, "--out", bundle / "report.html")
+    assert (code, f"would add to the bundle '{bundle}'" in said, (bundle / "report.html").exists()) == (2, True, False)
 
 
 @pytest.mark.parametrize("classes", [2, 20, 300])

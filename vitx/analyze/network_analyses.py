@@ -15,7 +15,7 @@ from vitx.analyze.options import AnalysisRequest
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import counted, log
 from vitx.core.errors import InputError
-from vitx.core.files import check_folder
+from vitx.core.files import check_folder, refuse_in_bundle
 from vitx.data.flat_folder import check_outside
 from vitx.data.image_set import ImageSet
 from vitx.data.open import log_skipped
@@ -30,7 +30,7 @@ def analyze_networks(
 
     Raises InputError for another number of networks, when no data is named and the first network was trained on none,
     for `corrupted` or `module` without its metric, for `weights` where all are runs and `checkpoint` where none is, and
-    where `out` cannot be a folder or lies in the folder of the images.
+    where `out` cannot be a folder, or is in a bundle or the folder of the images.
     """
     if len(targets) not in (1, 2):
         raise InputError(f"{len(targets)} networks: expected one, or two to be compared")
@@ -42,6 +42,7 @@ def analyze_networks(
         )
     if request.out is not None:
         check_folder(request.out)
+        refuse_in_bundle(request.out)
     device = choose_device(request.device)
     options = AnalysisOptions(**request.model_dump(include={"batch_size", "module", "corrupted", "skip_bad"}))
     # A plain folder names no classes for a network that brings none.

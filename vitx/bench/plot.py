@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vitx.core.errors import InputError, missing_package
-from vitx.core.files import check_file, make_folder
+from vitx.core.files import check_file, make_folder, refuse_in_bundle
 from vitx.core.latency import Latency
 from vitx.core.panels import as_text, own_style, panels
 
@@ -15,11 +15,15 @@ _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("-", "v"), ("--", 
 
 
 def check_plot(path: Path) -> None:
-    """Make the folder; raise InputError for a suffix but .png or .svg, EnvironmentMissing without matplotlib."""
+    """Make the folder; raise InputError for a suffix but .png or .svg and for a place in a bundle.
+
+    Raises EnvironmentMissing without matplotlib.
+    """
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"plot '{path}': expected a name that ends in {' or '.join(FORMATS)}")
     if find_spec("matplotlib") is None:
         raise missing_package("matplotlib", "analyze")
+    refuse_in_bundle(path)
     check_file(path, "plot.png")
     make_folder(path.parent)
 

@@ -21,6 +21,8 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.console import log
 from vitx.core.errors import NO_SPACE, CheckFailed, EnvironmentMissing, InputError, VitxError
+from vitx.core.files import MANIFEST as MANIFEST  # both for readers of bundles
+from vitx.core.files import MODEL as MODEL
 from vitx.core.files import (
     Record,
     cache_folder,
@@ -44,13 +46,11 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder, verify_digests
 from vitx.core.urls import open_store, without_password
 
-MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
 SIGNATURE = "signature.json"
 _WRITTEN_LATER = (MANIFEST, CERTIFICATE, LATENCY, SIGNATURE)
 _READ_EACH_TIME = (MANIFEST, CERTIFICATE, SIGNATURE)  # of a store's bundle
-MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"

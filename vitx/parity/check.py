@@ -9,7 +9,7 @@ from typing import Any
 from vitx.core.certificate import Certificate
 from vitx.core.console import counted, log
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import check_file, write_bytes
+from vitx.core.files import check_file, refuse_in_bundle, write_bytes
 from vitx.core.urls import read_token
 from vitx.data.image_set import ImageSet
 from vitx.data.open import log_skipped, open_images
@@ -71,6 +71,7 @@ def check_parity(
     The candidate may be the URL of a served model, too.
     """
     if options.report is not None:
+        refuse_in_bundle(options.report)
         check_file(options.report, "report.html")
     open_one = partial(open_model, which=options.checkpoint, device=options.device, use_twin=True)
     with (

@@ -11,7 +11,7 @@ from vitx.core.bundle import INT8_MODEL, MANIFEST, Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
-from vitx.core.files import write_json
+from vitx.core.files import refuse_in_bundle, write_json
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
@@ -69,6 +69,8 @@ def export_certified(
     if options.engine.timing_cache is not None:
         written["--timing-cache"] = options.engine.timing_cache
     _require_apart(written)
+    for option, place in written.items():
+        refuse_in_bundle(place.parent if option == "--out" else place)  # a bundle is replaced by a new one
 
     def accept(bundle: Bundle) -> None:
         if not options.uncertified:

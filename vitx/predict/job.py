@@ -12,7 +12,15 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import cache_folder, is_made_of_url, is_utf8, refuse_url, sha256_bytes, sha256_file
+from vitx.core.files import (
+    cache_folder,
+    is_made_of_url,
+    is_utf8,
+    refuse_in_bundle,
+    refuse_url,
+    sha256_bytes,
+    sha256_file,
+)
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_image_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -216,6 +224,7 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
     if Path(out).name == PREDICTIONS and (Path(out).parent / STATE).is_dir():
         raise InputError(f"--out '{out}' is the table of a run: pass its folder, '{Path(out).parent}'")
+    refuse_in_bundle(Path(out))
     return None, _utf8(Path(out).absolute())
 
 

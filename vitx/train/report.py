@@ -11,7 +11,7 @@ from torch import nn
 
 from vitx.core.console import log, progress
 from vitx.core.errors import InputError
-from vitx.core.files import check_file, write_bytes
+from vitx.core.files import check_file, refuse_in_bundle, write_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import own_style, png
@@ -62,8 +62,10 @@ def write_report(
     """Write the page `out` and return its numbers of the checkpoint.
 
     If the run's images are gone, the page says so in place of the confusion matrix; if those of a given `data` are, it
-    is an InputError. Raises InputError for a run whose first epoch is not done, and for images of other classes.
+    is an InputError. Raises InputError for a run whose first epoch is not done, for images of other classes, and for an
+    `out` in a bundle.
     """
+    refuse_in_bundle(out)
     check_file(out, "report.html")
     recipe = read_recipe(run.path)
     model, state = load_run_model(run, which)  # once: a training that goes on may switch the link at any time
