@@ -85,6 +85,18 @@ def test_home_is_home_where_no_shell_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert (found["cake"], found["tins"]) == ("/home/me/cake", ["/home/me/a", "/home/me/b", "~/c", "d/~", "~e"])
 
 
+def test_home_is_home_in_a_file_and_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing expands it there: `plot = "~/p.png"` made a folder called ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_text('cake = "~/cake"\ntin = ["~/a", "./~/b"]\nracks = "~/r,s"\n')
+    a, r = f"{tmp_path}/a", f"{tmp_path}/r"
+    for given in ({"VITX_BAKE_CONFIG": "~/c.toml"}, {"VITX_BAKE_CONFIG": "~/c.toml", "VITX_BAKE_TIN": "~/a:d/~"}):
+        found = bake(**given)
+        assert (found["cake"], found["oven"]["racks"]) == (f"{tmp_path}/cake", [r, "s"])
+        assert found["tins"] == ([a, "d/~"] if "VITX_BAKE_TIN" in given else [a, "~/b"])
+    assert bake("plum", VITX_BAKE_RACKS="~/r,s", VITX_BAKE_CELSIUS="9")["oven"]["racks"] == [r, "s"]
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [

@@ -25,11 +25,13 @@ or in the meaning.
 
 Where a verb has `--config FILE.toml`, each option may come from four places; the first that has it counts:
 
-1. the command line: `--max-batch 64`; `~/` is the home folder, in quotes and behind `--out=` too;
+1. the command line: `--max-batch 64`;
 2. the environment, under the name that the table gives: several values with spaces between, several paths with ':';
 3. the file: `max-batch = 64`, `watch = true`, `bundles = ["a.vitx"]`, `batch = [1, 8]`, or a text as on the command
    line, `batch = "1,8"`; a name in it that is no option is refused, and a value of another type;
 4. the default.
+
+`~/` at the beginning of a value is the home folder in all of them, in quotes and behind `--out=` too.
 
 A value that is refused is one line that says where it came from (`error: VITX_SERVE_PORT=a: …`) and exit code 2. In
 Python the same options are one record: `vitx.serve.options.ServeOptions(max_batch=64)`.

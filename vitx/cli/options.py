@@ -115,7 +115,16 @@ def _has_empty(value: Any) -> bool:
 
 def _expanded(word: str) -> str:
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{option}{equals}{os.path.expanduser(value) if value.startswith('~/') else value}"
+    return f"{option}{equals}{_at_home(value)}"
+
+
+def _at_home(value: Any) -> Any:
+    """A text, a path, or a list of these, with `~/` as the home folder; any other value as it is."""
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    if isinstance(value, str | Path) and str(value).startswith("~/"):
+        return type(value)(os.path.expanduser(value))
+    return value
 
 
 def _with_ray_address(arguments: Sequence[str]) -> list[str]:
@@ -211,7 +220,7 @@ def _record(record: type[Options], context: typer.Context, values: dict[str, Any
             continue
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            made[name] = values[name]
+            made[name] = _at_home(values[name]) if source.name == "ENVIRONMENT" else values[name]
             if values[name] is None and context.default_map:  # typer 0.19 leaves arguments of --config out
                 made[name] = context.default_map.get(name)
     try:
@@ -256,6 +265,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Let a TOML file give defaults; raise InputError for one that is no such file, or an option that is unknown."""
     if path is None:
         return None
+    path = _at_home(path)  # of a variable
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         repr(values)  # a hexadecimal number may have more digits than can be printed
@@ -284,12 +294,15 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _config_value(path: Path, name: str, value: Any, parameter: Any, annotation: Any) -> Any:
-    """A value of a TOML file as the command line gives it: true, false, a text, or texts; several for one of commas."""
+    """A value of a TOML file as the command line gives it: true, false, a text, or texts; several for one of commas.
+
+    `~/` is the home folder there too.
+    """
     types, expected = next((of for kind, of in _OF_TOML.items() if _has(annotation, kind)), ((), "a text"))
     several = getattr(parameter, "multiple", False) or parameter.nargs == -1
     values = value if isinstance(value, list) else [value]
     if all(type(one) in (str, *types) for one in values):
-        texts = [*map(str, values)]
+        texts = [_at_home(str(one)) for one in values]
         joined = ",".join(texts)
         if several:
             return texts

@@ -205,7 +205,7 @@ def cache_folder() -> Path:
     Raises EnvironmentMissing for a user without a home: a container may run as one that the system does not know.
     """
     if given := os.environ.get("VITX_CACHE"):
-        return Path(given)
+        return Path(os.path.expanduser(given))  # in a file of variables no shell does
     try:
         if sys.platform == "win32":
             return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "vitx"

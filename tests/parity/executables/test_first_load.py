@@ -106,6 +106,9 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "vitx"
+    monkeypatch.setenv("VITX_CACHE", "~/a cache")
+    assert cache_folder() == tmp_path / "a cache"
+    monkeypatch.delenv("VITX_CACHE")
     with monkeypatch.context() as without_user:
         without_user.delenv("HOME")
         without_user.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError, as of a user it does not know
