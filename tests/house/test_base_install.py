@@ -1,6 +1,7 @@
 """Small installs stay small: the wheel in environments with the base only, or with the base and `serve`."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from bundle_fixture import write_bundle
 from vitx.cli import VERBS
 from vitx.cli.doctor import EXTRAS
 
@@ -111,6 +113,15 @@ def test_doctor_runs_in_the_base(base_python: Path) -> None:
     finished = run(base_python, "-m", "vitx", "doctor", "--json")
     assert finished.returncode == 0, finished.stderr
     assert "pip install 'vitx[train]'" in finished.stdout
+
+
+@pytest.mark.parametrize("options", [("--batch", "1"), ("--scenario", "offline")])
+def test_bench_runs_in_the_base(base_python: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Its load test takes the server's batcher, and what is imported with that."""
+    bundle = write_bundle(tmp_path / "b.vitx").path
+    finished = run(base_python, "-m", "vitx", "bench", str(bundle), "--seconds", "0.01", "--json", *options)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout)["runtime"]["provider"] == "CPUExecutionProvider"
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -14,7 +14,9 @@ from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.runtimes.session import Session, SessionClosed, image_shape
-from vitx.serve.observe.metrics import Metrics
+
+if TYPE_CHECKING:  # prometheus_client is no package of the base, where `vitx bench` runs
+    from vitx.serve.observe.metrics import Metrics
 
 Judged = Certificate | Verdict | None
 IMAGES = 4
@@ -74,12 +76,11 @@ class Canary:
         if provider != (was := self._runtime["provider"]):
             return f"the provider is {provider} and was {was}"
         drift = float(np.abs(logits - self._logits).max())
-        if not drift <= self._allowed:
-            return f"logits of the canary batch moved by {drift:.3g}: at most {self._allowed:.3g} is allowed"
-        return None
+        moved = f"logits of the canary batch moved by {drift:.3g}: at most {self._allowed:.3g} is allowed"
+        return None if drift <= self._allowed else moved
 
 
-async def replay_once(models: Iterable[Any], metrics: Metrics) -> None:
+async def replay_once(models: Iterable[Any], metrics: "Metrics") -> None:
     """Run the canary of every ServedModel, one after another; set its `fault`, count and log changes."""
     for model in list(models):
         fault = await asyncio.to_thread(model.canary.fault)
