@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from bundle_fixture import write_bundle
 from cli_fixture import Vitx
-from vitx.core import bundle
+from vitx.core import urls
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, SIGNATURE, Bundle, local_bundle, url_of
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
@@ -190,7 +190,7 @@ def test_a_failing_server_is_not_a_file_that_is_missing(site: str, cache: Path) 
 
 
 def test_a_manifest_without_an_end_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "_SMALL_BYTES", 2**16)
+    monkeypatch.setattr(urls, "_SMALL_BYTES", 2**16)
     Site.says[MANIFEST] = b" " * 2**25
     with pytest.raises(InputError, match=f"'{site}/{MANIFEST}' has more than 65536 bytes"):
         local_bundle(site)
@@ -309,7 +309,7 @@ def test_an_unknown_scheme_is_named() -> None:
 
 
 def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(urls, "_SILENT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/tiny.vitx"
         with pytest.raises(EnvironmentMissing, match=f"cannot read '{url}/{MANIFEST}'"):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from vitx.core.bundle import refuse_in_bundle
 from vitx.core.errors import InputError
-from vitx.core.files import refuse_in_bundle
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from vitx.analyze.images import is_plain_folder, open_analysis_images
 from vitx.analyze.metric import AnalysisOptions, NotApplicable
 from vitx.analyze.options import AnalysisRequest
 from vitx.analyze.similarity_matrix import SimilarityMatrix
+from vitx.core.bundle import refuse_in_bundle
 from vitx.core.console import counted, log
 from vitx.core.errors import InputError
-from vitx.core.files import check_folder, refuse_in_bundle
+from vitx.core.files import check_folder
 from vitx.data.flat_folder import check_outside
 from vitx.data.image_set import ImageSet
 from vitx.data.open import log_skipped

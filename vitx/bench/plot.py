@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from vitx.core.bundle import refuse_in_bundle
 from vitx.core.errors import InputError, missing_package
-from vitx.core.files import check_file, make_folder, refuse_in_bundle
+from vitx.core.files import check_file, make_folder
 from vitx.core.latency import Latency
 from vitx.core.panels import as_text, own_style, panels
 

@@ -4,15 +4,12 @@ Its manifest names every file with its size and digest. So one on a web server o
 what is read there is the manifest's, or is refused.
 """
 
-import hashlib
-import importlib.util
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from http import HTTPStatus
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -21,8 +18,6 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.console import log
 from vitx.core.errors import NO_SPACE, CheckFailed, EnvironmentMissing, InputError, VitxError
-from vitx.core.files import MANIFEST as MANIFEST  # both for readers of bundles
-from vitx.core.files import MODEL as MODEL
 from vitx.core.files import (
     Record,
     cache_folder,
@@ -44,13 +39,15 @@ from vitx.core.options import Precision as Precision
 from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder, verify_digests
-from vitx.core.urls import open_store, without_password
+from vitx.core.urls import Store
 
+MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
 SIGNATURE = "signature.json"
 _WRITTEN_LATER = (MANIFEST, CERTIFICATE, LATENCY, SIGNATURE)
 _READ_EACH_TIME = (MANIFEST, CERTIFICATE, SIGNATURE)  # of a store's bundle
+MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
@@ -58,8 +55,6 @@ _SCHEME = re.compile("(^|::)([a-z][a-z0-9+.-]+):/+(?=.)", re.DOTALL | re.IGNOREC
 # The text "location" with its length in front, as a tensor in a graph names the file that has its values.
 _EXTERNAL = re.compile(rb"(?:\x08|\x88\x80*\x00)location")
 _BLOCK = 2**20
-_SMALL_BYTES = 64 * _BLOCK  # of a manifest, a certificate or a signature at most
-_SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
 _MOUNTED = "..data"  # through this link leads each file of a volume that Kubernetes makes of a ConfigMap or a Secret
 
 
@@ -361,6 +356,17 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def refuse_in_bundle(path: Path) -> None:
+    """Raise InputError for a place in a bundle: with a file that its manifest does not list, nothing reads it."""
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        if (folder / MANIFEST).is_file() and (folder / MODEL).is_file():
+            raise InputError(
+                f"'{path}' would add to the bundle '{folder}', which is refused with files that its manifest does not "
+                "list: choose another place"
+            )
+
+
 def url_of(path: Path | str) -> str | None:
     """The URL that a path was made of, which has one of its slashes, without any at its end; None for a local path."""
     given = str(path).rstrip("/")
@@ -388,7 +394,7 @@ def local_bundle(path: Path | str) -> Path:
     url = url_of(path)
     if url is None:
         return files_folder(Path(path))
-    store = _Store(url)
+    store = Store(url)
     heads = {name: content for name in _READ_EACH_TIME if (content := store.small(name)) is not None}
     if MANIFEST not in heads:
         raise InputError(f"'{store.url}' is not a bundle: it has no {MANIFEST}, or none that may be read")
@@ -415,7 +421,7 @@ def local_bundle(path: Path | str) -> Path:
             for name, content in heads.items():
                 (stage / name).write_bytes(content)
             for name, entry in manifest.files.items():
-                store.copy(name, stage / name, entry)
+                store.copy(name, stage / name, entry.size, entry.sha256)
     return folder
 
 
@@ -434,66 +440,3 @@ def _names_a_file(name: str, files: Mapping[str, FileEntry]) -> bool:
     path = PurePosixPath(name)
     plain = path.as_posix() == name and not {"/", ".", ".."} & {name, *path.parts} and "\0" not in name
     return plain and not any(str(folder) in files for folder in path.parents[:-1])
-
-
-class _Store:
-    """The folder at a URL; `url` is without the password that it may have."""
-
-    def __init__(self, url: str) -> None:
-        self.url = without_password(url)
-        self._in_one_piece: dict[str, Any] = {}
-        options: dict[str, Any] = {}
-        if url.startswith(("http://", "https://")) and importlib.util.find_spec("aiohttp") is not None:
-            from aiohttp import ClientTimeout
-
-            # By default fsspec's client gives a file five minutes, however fast it comes; asks for ranges, which some
-            # servers do not have; and takes any error for a file that is not there when it asks for a size.
-            seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
-            options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
-            self._in_one_piece = {"block_size": 0, "size": -1}
-        self._system, self._path = open_store(url, **options)
-        self._system.invalidate_cache()  # of listings, with the sizes of files that may be others now
-
-    def small(self, name: str) -> bytes | None:
-        """A file that may be missing; stores that do not let folders be listed refuse it then."""
-        with suppress(FileNotFoundError, PermissionError):
-            content = b"".join(self._blocks(name, _SMALL_BYTES))
-            if len(content) > _SMALL_BYTES:
-                raise InputError(f"'{self.url}/{name}' has more than {_SMALL_BYTES} bytes: it is no file of a bundle")
-            return content
-        return None
-
-    def copy(self, name: str, path: Path, entry: FileEntry) -> None:
-        digest, size, blocks = hashlib.sha256(), 0, self._blocks(name, entry.size)
-        try:
-            first = next(blocks, b"")
-        except (FileNotFoundError, PermissionError):
-            raise InputError(f"'{self.url}/{name}' is listed in the manifest and cannot be read") from None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as copy:
-            for block in chain([first], blocks):
-                size += len(block)
-                digest.update(block)
-                copy.write(block)
-        if size != entry.size or digest.hexdigest() != entry.sha256:
-            raise CheckFailed(f"'{self.url}/{name}' is not the file that its manifest lists: export the bundle again")
-
-    def _blocks(self, name: str, most: int) -> Iterator[bytes]:
-        """The content in blocks, and no more than a byte beyond `most`.
-
-        Raises FileNotFoundError or PermissionError before the first one; for all else EnvironmentMissing.
-        """
-        left = most + 1
-        try:
-            with self._system.open(f"{self._path}/{name}", "rb", **self._in_one_piece) as file:
-                while left and (block := bytes(file.read(min(left, _BLOCK)))):
-                    left -= len(block)
-                    yield block
-        except (FileNotFoundError, PermissionError):
-            raise
-        except Exception as error:  # noqa: BLE001 - each store's client raises its own
-            if getattr(error, "status", None) == HTTPStatus.FORBIDDEN:
-                raise PermissionError from None
-            # The hub's has several lines, and quotes the signed URL of a file.
-            reason = without_password(" ".join(str(error).split())) or type(error).__name__
-            raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {reason}") from None

@@ -27,7 +27,6 @@ from vitx.core.console import log
 from vitx.core.errors import FULL_DISK, CheckFailed, EnvironmentMissing, InputError
 from vitx.core.page import fields
 
-MANIFEST, MODEL = "manifest.json", "model.onnx"  # of a bundle; see `vitx.core.bundle`
 _UMASK = threading.Lock()
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 _JSON_PIECE = 4096  # entries of a list: `json.dumps` of a million numbers holds all other threads up for 0.8 s
@@ -132,17 +131,6 @@ def unescape_invalid_utf8(text: str) -> str:
         return text
     single = re.sub(rb"\\(\\|x([0-9a-f]{2}))", lambda m: bytes.fromhex(m[2].decode()) if m[2] else b"\\", text.encode())
     return single.decode("utf-8", "surrogateescape")
-
-
-def refuse_in_bundle(path: Path) -> None:
-    """Raise InputError for a place in a bundle: with a file that its manifest does not list, nothing reads it."""
-    real = Path(os.path.realpath(path))
-    for folder in (real, *real.parents):
-        if (folder / MANIFEST).is_file() and (folder / MODEL).is_file():
-            raise InputError(
-                f"'{path}' would add to the bundle '{folder}', which is refused with files that its manifest does not "
-                "list: choose another place"
-            )
 
 
 def check_file(path: Path, example: str) -> None:

@@ -1,17 +1,25 @@
 """Stores and servers by URL: fsspec, which is imported when it is needed, and the standard library's HTTP."""
 
+import hashlib
 import importlib.util
 import re
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from vitx.core.errors import EnvironmentMissing, InputError, missing_package
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector
 
+_BLOCK = 2**20
+_SMALL_BYTES = 64 * _BLOCK  # of a bundle's manifest, certificate or signature at most
+_SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
 _TOKEN, _TOKEN_BYTES = re.compile(rb"[!-~]{16,}"), 2**15  # as many as headers have by default
 
 
@@ -128,3 +136,67 @@ def read_token(path: Path | None) -> bytes | None:
         text = f"the token in '{path}' is not 16 or more visible ASCII characters: write one, such as 32 hex digits"
         raise InputError(text)
     return token
+
+
+class Store:
+    """The folder at a URL; `url` is without the password that it may have."""
+
+    def __init__(self, url: str) -> None:
+        self.url = without_password(url)
+        self._in_one_piece: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        if url.startswith(("http://", "https://")) and importlib.util.find_spec("aiohttp") is not None:
+            from aiohttp import ClientTimeout
+
+            # By default fsspec's client gives a file five minutes, however fast it comes; asks for ranges, which some
+            # servers do not have; and takes any error for a file that is not there when it asks for a size.
+            seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
+            options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
+            self._in_one_piece = {"block_size": 0, "size": -1}
+        self._system, self._path = open_store(url, **options)
+        self._system.invalidate_cache()  # of listings, with the sizes of files that may be others now
+
+    def small(self, name: str) -> bytes | None:
+        """A file that may be missing; stores that do not let folders be listed refuse it then."""
+        with suppress(FileNotFoundError, PermissionError):
+            content = b"".join(self._blocks(name, _SMALL_BYTES))
+            if len(content) > _SMALL_BYTES:
+                raise InputError(f"'{self.url}/{name}' has more than {_SMALL_BYTES} bytes: it is no file of a bundle")
+            return content
+        return None
+
+    def copy(self, name: str, path: Path, size: int, sha256: str) -> None:
+        """Write a file of the manifest to `path`; raise InputError where it cannot be read, CheckFailed for another."""
+        digest, written, blocks = hashlib.sha256(), 0, self._blocks(name, size)
+        try:
+            first = next(blocks, b"")
+        except (FileNotFoundError, PermissionError):
+            raise InputError(f"'{self.url}/{name}' is listed in the manifest and cannot be read") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as copy:
+            for block in chain([first], blocks):
+                written += len(block)
+                digest.update(block)
+                copy.write(block)
+        if (written, digest.hexdigest()) != (size, sha256):
+            raise CheckFailed(f"'{self.url}/{name}' is not the file that its manifest lists: export the bundle again")
+
+    def _blocks(self, name: str, most: int) -> Iterator[bytes]:
+        """The content in blocks, and no more than a byte beyond `most`.
+
+        Raises FileNotFoundError or PermissionError before the first one; for all else EnvironmentMissing.
+        """
+        left = most + 1
+        try:
+            with self._system.open(f"{self._path}/{name}", "rb", **self._in_one_piece) as file:
+                while left and (block := bytes(file.read(min(left, _BLOCK)))):
+                    left -= len(block)
+                    yield block
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - each store's client raises its own
+            if getattr(error, "status", None) == HTTPStatus.FORBIDDEN:
+                raise PermissionError from None
+            # The hub's has several lines, and quotes the signed URL of a file.
+            reason = without_password(" ".join(str(error).split())) or type(error).__name__
+            raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {reason}") from None

@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vitx.core.bundle import refuse_in_bundle
 from vitx.core.certificate import Certificate
 from vitx.core.console import counted, log
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import check_file, refuse_in_bundle, write_bytes
+from vitx.core.files import check_file, write_bytes
 from vitx.core.urls import read_token
 from vitx.data.image_set import ImageSet
 from vitx.data.open import log_skipped, open_images

@@ -7,11 +7,11 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 
-from vitx.core.bundle import INT8_MODEL, MANIFEST, Bundle
+from vitx.core.bundle import INT8_MODEL, MANIFEST, Bundle, refuse_in_bundle
 from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
-from vitx.core.files import refuse_in_bundle, write_json
+from vitx.core.files import write_json
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet

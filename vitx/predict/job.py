@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, refuse_in_bundle
 from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import (
     cache_folder,
     is_made_of_url,
     is_utf8,
-    refuse_in_bundle,
     refuse_url,
     sha256_bytes,
     sha256_file,

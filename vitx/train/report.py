@@ -9,9 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from vitx.core.bundle import refuse_in_bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import InputError
-from vitx.core.files import check_file, refuse_in_bundle, write_bytes
+from vitx.core.files import check_file, write_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import own_style, png
