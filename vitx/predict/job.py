@@ -12,14 +12,7 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, refuse_in_bundle
 from vitx.core.console import counted, log, progress
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import (
-    cache_folder,
-    is_made_of_url,
-    is_utf8,
-    refuse_url,
-    sha256_bytes,
-    sha256_file,
-)
+from vitx.core.files import cache_folder, is_made_of_url, is_utf8, refuse_url, sha256_bytes, sha256_file
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_image_warnings
 from vitx.parity.executables.choice import load_fastest
