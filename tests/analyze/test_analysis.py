@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS
 from vitx.analyze import METRICS, AnalysisOptions, NotApplicable, analyze, chosen_metrics, compare_representations
 from vitx.analyze.analysis_report import draw, figure
-from vitx.analyze.corruption.copies import files_digest
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.lesions import lesion_study
 from vitx.analyze.metrics.trajectory import checkpoints_by_step
@@ -146,16 +144,6 @@ def test_the_same_weights_with_another_preprocessing_or_argument_are_measured_ag
         found = analyze(other, images, names, AnalysisOptions(), cache=tmp_path, quiet=True)
         assert len(list(tmp_path.iterdir())) == count
         assert (found.results != first.results) == (other.preprocessing is paler)
-
-
-def test_copies_that_changed_are_another_key(tmp_path: Path) -> None:
-    (tmp_path / "noise").mkdir()
-    before = files_digest(tmp_path)
-    assert files_digest(tmp_path) == before
-    (tmp_path / "noise" / "1.npy").write_bytes(b"a")
-    after = files_digest(tmp_path)
-    os.utime(tmp_path / "noise" / "1.npy", ns=(0, 0))
-    assert len({before, after, files_digest(tmp_path)}) == 3
 
 
 def test_labels_of_other_classes_are_not_used(images: ImageSet) -> None:

@@ -1,5 +1,6 @@
 """CIFAR-C's arrays and ImageNet-C's folders, small ones of the same layout."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitx.analyze.corruption.copies import open_corrupted_copies
+from vitx.analyze.corruption.copies import files_digest, open_corrupted_copies
 from vitx.analyze.metrics.corruptions import CORRUPTIONS_METRIC, copies_robustness
 from vitx.analyze.network_analyses import analyze_networks
 from vitx.analyze.options import AnalysisRequest
@@ -215,3 +216,25 @@ def test_a_file_in_place_of_the_report_s_folder_is_refused_before_a_network_is_l
     (tmp_path / "report").touch()
     with pytest.raises(InputError, match=r"report' cannot be a folder: '.*report' is none"):
         analyze_networks(["no-run"], ("fourier",), AnalysisRequest(out=tmp_path / "report"))
+
+
+@pytest.mark.parametrize("changed", ["fog.npy", "labels.npy"])
+def test_arrays_that_changed_have_another_digest(cifar_c: Path, changed: str) -> None:
+    before = files_digest(cifar_c)
+    assert files_digest(cifar_c) == before
+    os.utime(cifar_c / changed, ns=(0, 0))
+    assert files_digest(cifar_c) != before
+
+
+@pytest.mark.parametrize("linked", ["noise", "noise/shot_noise", "noise/shot_noise/3", "noise/shot_noise/3/n01"])
+def test_copies_behind_a_link_have_another_digest_when_they_changed(imagenet_c: Path, linked: str) -> None:
+    """Or a second `vitx analyze --out DIR` would show the numbers of the copies before."""
+    moved, link = imagenet_c.with_name(f"{imagenet_c.name}-moved"), imagenet_c / linked
+    link.rename(moved)
+    link.symlink_to(moved)
+    (imagenet_c / "noise" / "all").symlink_to(imagenet_c)  # a circle
+    (imagenet_c / "blur" / "zoom_blur" / "1" / "n01" / "gone.JPEG").symlink_to("nowhere")
+    before = files_digest(imagenet_c)
+    assert files_digest(imagenet_c) == before
+    os.utime(imagenet_c / "noise" / "shot_noise" / "3" / "n01" / "0.JPEG", ns=(0, 0))
+    assert files_digest(imagenet_c) != before

@@ -1,7 +1,8 @@
 """Unpacked copies of CIFAR-10-C, CIFAR-100-C, Tiny-ImageNet-C and ImageNet-C, as their authors distribute them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from vitx.core.preprocess import ImageError, decode
 from vitx.data.cifar import PngReader
 from vitx.data.folder import CheckSize, FileReader, folders_in, list_images
 from vitx.data.image_set import ImageSet, encode_png
+
+_LABELS = "labels.npy"  # of all arrays beside it
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,12 @@ class CorruptedCopies:
     def _from_folder(self, path: Path, severity: int) -> ImageSet:
         """ImageNet-C: path/SEVERITY/CLASS/image."""
         folder = path / str(severity)
-        found = folders_in(folder) if folder.is_dir() else []
+        found = _images_by_class(folder)
         names = self.class_names or tuple(found)
         unknown = [name for name in found if name not in names]
         if unknown:
             raise InputError(f"{folder} has the class '{unknown[0]}', which the network does not know")
-        items = [(path, names.index(name)) for name in found for path in list_images(folder / name)]
+        items = [(path, names.index(name)) for name, listed in found.items() for path in listed]
         if not items:
             raise InputError(f"{folder} has no folders of images, one a class: unpack the copies again")
         paths = tuple(path for path, _ in items)
@@ -64,6 +67,15 @@ class CorruptedCopies:
             labels=np.array([label for _, label in items], dtype=np.int64),
             read=FileReader(paths),
         )
+
+    def files(self) -> Iterator[Path]:
+        """Every file that is read of them, also through links to folders."""
+        for path in self.paths.values():
+            if path.is_file():
+                yield from (path, path.with_name(_LABELS))
+            else:
+                for severity in SEVERITIES:
+                    yield from chain.from_iterable(_images_by_class(path / str(severity)).values())
 
 
 @dataclass(frozen=True)
@@ -106,15 +118,23 @@ def open_corrupted_copies(folder: Path, class_names: Sequence[str] | None = None
 
 
 def files_digest(folder: Path) -> str:
-    """sha256 over the folder's place, and names, sizes and times of change of all files below it."""
-    stats = ((str(path.relative_to(folder)), path.stat()) for path in folder.rglob("*") if path.is_file())
+    """sha256 over the folder's place, and names, sizes and times of change of all files that are read of its copies.
+
+    Raises InputError as `open_corrupted_copies`.
+    """
+    files = open_corrupted_copies(folder).files()
+    stats = ((str(path.relative_to(folder)), path.stat()) for path in files if path.is_file())
     found = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     return sha256_bytes(repr((str(folder.resolve()), found)).encode())
 
 
+def _images_by_class(folder: Path) -> dict[str, list[Path]]:
+    return {name: list_images(folder / name) for name in folders_in(folder)} if folder.is_dir() else {}
+
+
 def _from_array(path: Path, severity: int, class_names: tuple[str, ...] | None) -> ImageSet:
     """CIFAR-C: one array holds the five severities in order; only the part that is read is loaded."""
-    images, labels = _load(path), _load(path.with_name("labels.npy"))
+    images, labels = _load(path), _load(path.with_name(_LABELS))
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or len(images) % len(SEVERITIES):
         raise InputError(f"{path} has shape {images.shape} and type {images.dtype}: expected uint8 (5·N, S, S, 3)")
     if not len(images):
