@@ -1,5 +1,6 @@
 """Folders of an HTTP server: a page of links is one, and so is what a link with a slash at its end leads to."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
 from vitx.core.bundle import Bundle
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.inputs import remote
 from vitx.predict.inputs.stores import expand, walk_images
@@ -30,8 +31,12 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
 
 
+class OnIpv6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
 @contextmanager
-def serving(files: dict[str, bytes | int]) -> Iterator[str]:
+def serving(files: dict[str, bytes | int], kind: type[ThreadingHTTPServer] = ThreadingHTTPServer) -> Iterator[str]:
     """files: the content or the status of each path; of any other that of "*", or 404."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,9 +54,9 @@ def serving(files: dict[str, bytes | int]) -> Iterator[str]:
         def log_message(self, *given: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with kind(("::1" if kind is OnIpv6 else "127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{'[::1]' if kind is OnIpv6 else '127.0.0.1'}:{server.server_port}"
         server.shutdown()
 
 
@@ -106,3 +111,22 @@ def test_a_folder_is_asked_for_as_it_is_named() -> None:
         files["/in"] = files["/in/"]
     with serving(files) as url:
         assert sorted(expand(f"{url}/in/**/*.png")) == [f"{url}/in/a.png", f"{url}/in/more/b.png"]
+
+
+def test_the_brackets_of_an_ipv6_address_are_no_pattern(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    files: dict[str, bytes | int] = {"/in/": links("a.png", "b.png", "c.png"), "/in": links("a.png", "b.png", "c.png")}
+    with serving(files, OnIpv6) as url:
+        assert sorted(expand(f"{url}/in/[ab].png")) == [f"{url}/in/a.png", f"{url}/in/b.png"]
+        with pytest.raises(InputError, match=r"^there is nothing at 'http://\[::1\]:\d+/d\.png': expected a folder of"):
+            run(tiny_bundle, f"{url}/d.png", tmp_path / "out")
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://[::1/in/*.png", "https://host:port/a.tar"])
+def test_a_url_without_a_host_is_named(tiny_bundle: Bundle, tmp_path: Path, url: str) -> None:
+    with pytest.raises(InputError) as raised:
+        run(tiny_bundle, url, tmp_path / "out")
+    assert str(raised.value).startswith(f"'{url}' names no host, or no port that can be one: expected a URL as http://")

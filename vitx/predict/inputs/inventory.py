@@ -3,7 +3,6 @@
 A shard here is the unit of work. WebDataset calls its tar files shards; here each tar file is one shard too.
 """
 
-import glob
 import io
 import itertools
 import threading
@@ -118,6 +117,10 @@ def list_input(
     """
     source = source if stores.is_url(source) else source.rstrip("/") or "/"
     where = stores.shown(source)
+    if source.startswith(("http://", "https://")) and not is_http(source):
+        raise InputError(
+            f"'{where}' names no host, or no port that can be one: expected a URL as http://HOST:PORT/NAME"
+        )
     containers: list[str] = []
     # The first tar or Parquet file that is skipped for its place.
     below: list[str] = []
@@ -180,7 +183,7 @@ def base_of(source: str, named: Source) -> str:
 def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, Iterator[str]]:
     """What names the images of an input that is no folder, and themselves; `beside` is told other names."""
     if not stores.exists(source):
-        if not glob.has_magic(source):
+        if not stores.is_pattern(source):
             where = stores.shown(source)
             raise InputError(f"there is nothing at '{where}': expected a folder of images, a file, a pattern or a URL")
         return "pattern", _images_of(stores.expand(source), beside)

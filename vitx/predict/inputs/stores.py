@@ -98,6 +98,16 @@ def absolute(location: str) -> str:
     return os.path.abspath(os.path.join(folder if os.path.exists(location) else glob.escape(folder), name))
 
 
+def is_pattern(location: str) -> bool:
+    """Whether stars, question marks or brackets are in it; those of an IPv6 address are not."""
+    return any(map(glob.has_magic, location.split("/")[_host_parts(location) :]))
+
+
+def _host_parts(location: str) -> int:
+    """How many parts between slashes, from the first on, are the scheme and the host of an HTTP server."""
+    return 3 if is_http(location) else 0
+
+
 def shown(location: str) -> str:
     """What a message or a summary says of it: without password and query, if it is a URL."""
     return without_password(location) if is_url(location) else location
@@ -192,7 +202,8 @@ def expand(pattern: str) -> Iterator[str]:
     system, path = _opened(re.sub(r"(?<![/*])\*\*+|\*\*+(?![/*]|$)", "*", pattern))
     host = _lost_host(system, path, pattern)
     parts = path.rstrip("/").split("/")
-    plain = list(takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts[:-1]))
+    first = _host_parts(path)
+    plain = parts[:first] + list(takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts[first:-1]))
     fixed, parts = _ESCAPED.sub(r"\1", "/".join(plain)), parts[len(plain) :]
 
     def enters(folder: str) -> bool:
