@@ -295,6 +295,15 @@ def test_what_the_machine_lacks_is_one_line_with_the_remedy(tmp_path: Path, prog
     assert ended.stderr.startswith(f"error: {said}")
 
 
+def test_of_a_relative_path_it_is_said_that_the_working_folder_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    program = "import os; os.rmdir(os.getcwd()); from vitx.cli import main; main()"
+    command = [sys.executable, "-c", program, "parity", "b.vitx"]
+    ended = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+    said = "; the working folder is gone: change to another one, or give absolute paths\n"
+    assert (ended.returncode, ended.stderr.count("\n"), ended.stderr.endswith(said)) == (2, 1, True)
+
+
 NO_TENSOR = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 798720 bytes")
 NO_FORK = OSError(errno.ENOMEM, "Cannot allocate memory")  # or mmap
 NO_SEGMENT = ImportError("libtorch_cpu.so: failed to map segment from shared object")

@@ -24,6 +24,7 @@ from vitx.core.errors import (
     MORE_FILES,
     TOO_MANY_FILES,
     EnvironmentMissing,
+    InputError,
     VitxError,
     first_line,
     naming_extra,
@@ -171,10 +172,15 @@ def _lacking(error: BaseException) -> str | None:
     if error.errno == errno.ENOENT and error.filename is None:  # of no file that was given
         if "temporary directory" in str(error):  # of `tempfile`, perhaps while a library is imported
             return "no folder for temporary files can be written: set TMPDIR"
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            return "the working folder is gone: change to another one, or give absolute paths"
+        return _no_working_folder()
+    return None
+
+
+def _no_working_folder() -> str | None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder is gone: change to another one, or give absolute paths"
     return None
 
 
@@ -216,7 +222,9 @@ def _told(error: BaseException) -> int | None:
             from vitx.core.urls import without_password
 
             text = without_password(text)
-        log(f"error: {text}")
+        # Of a relative path that is not there, the reason; of any other error, why the next one will be.
+        gone = _no_working_folder() if isinstance(error, InputError) else None
+        log(f"error: {text}{f'; {gone}' if gone else ''}")
         return error.exit_code
     if (lacking := _lacking(error)) is not None:
         log(f"error: {lacking}")
