@@ -104,7 +104,7 @@ def test_a_served_model_is_asked_with_its_token(vitx: Vitx, monkeypatch: pytest.
         assert (code, err) == (2, f"error: {option} has no effect on a served model: leave it out\n")
     for url in ("http://h/v2/models/m", "https://h/v2/models/m"):
         code, _, err = vitx("parity", url, "b")
-        assert (code, err.startswith("error: the reference is 'http"), len(asked)) == (2, True, 1)
+        assert (code, err.startswith(f"error: the reference is '{url}': expected"), len(asked)) == (2, True, 1)
     assert vitx("parity", "http", "b")[0] == 0
 
 

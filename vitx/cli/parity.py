@@ -73,8 +73,8 @@ def command(
             require_passing(shown, verdict)
         _log_next(reference, shown, quiet=quiet)
         return
-    if re.match("https?:/", str(reference)):
-        raise InputError(f"the reference is '{reference}': expected a run or a bundle; a served model is the candidate")
+    if (named := url_of(reference)) is not None and re.match("https?:", named):
+        raise InputError(f"the reference is '{named}': expected a run or a bundle; a served model is the candidate")
     if "://" in candidate:
         applied = {*ParityOptions.model_fields} - {"runtime", "served", "trace"}
         require_effect(options, applied, "on a served model: leave it out")
