@@ -30,6 +30,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.clock.now
 
 
+class PollingSelector(JumpingSelector):
+    """Moves the clock only when no socket has anything to read."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super(JumpingSelector, self).select(0) or super().select(timeout)
+
+
+class PollingLoop(VirtualLoop):
+    """With sockets and signals of this process alone: what comes from others takes real time."""
+
+    def __init__(self) -> None:
+        self.clock = PollingSelector()
+        asyncio.SelectorEventLoop.__init__(self, self.clock)
+
+
 def run_virtually(test: Callable[[], Awaitable[None]], *modules: str) -> None:
     """Run a test in virtual time; the `time.monotonic` of these modules is the loop's."""
 

@@ -1,21 +1,16 @@
 """`vitx serve --workers`: real processes, real signals, one port."""
 
-import asyncio
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,8 +29,7 @@ from server_process import (
 )
 from vitx.core.bundle import Bundle
 from vitx.serve.observe.metrics import merged
-from vitx.serve.process import supervisor
-from vitx.serve.process.supervisor import ENVIRONMENT, _Supervisor
+from vitx.serve.process.supervisor import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="POSIX processes, and /proc")
 
@@ -282,100 +276,6 @@ def test_workers_drain_with_their_parent_even_when_it_is_killed(tiny_bundle: Bun
         workers = workers_of(server)
         server.process.kill()
         wait_until(lambda: not any(map(is_running, workers)))
-
-
-class Started:
-    """In the place of a worker's process: it has the worker's side of the link, and is warm at once."""
-
-    pid = 1
-
-    def __init__(self, *_: object, pass_fds: tuple[int, int], **options: object) -> None:
-        self.link = socket.socket(fileno=os.dup(pass_fds[1]))
-        self.link.send(b".")
-
-    def wait(self, seconds: float = 0.0) -> int:
-        return -signal.SIGKILL
-
-    def kill(self) -> None:
-        """It has ended."""
-
-
-def test_a_worker_that_cannot_be_started_now_is_started_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What killed a worker, such as a lack of memory, may refuse the next one too: the others serve on."""
-    made: list[Started] = []
-    refused = 0
-
-    def start(*arguments: Any, **options: Any) -> Started:
-        nonlocal refused
-        if len(made) == 2 and refused < 3:
-            refused += 1
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        made.append(Started(*arguments, **options))
-        return made[-1]
-
-    async def serve() -> int:
-        said: list[str] = []
-        parent = _Supervisor(listener, 2, "serving", lambda: said.append("next"), 0, tmp_path)
-        running = asyncio.create_task(parent.run())
-
-        async def until(condition: Callable[[], bool]) -> None:
-            while not condition():
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.005)
-
-        await until(lambda: parent.announced)
-        made[1].link.close()
-        await until(lambda: len(made) == 3 and parent.workers[-1].ready)
-        parent._replace_all(signal.SIGHUP)
-        await until(lambda: len(made) == 4)  # they are replaced as ever
-        parent._drain()
-        for one in made:
-            one.link.close()
-        return await running
-
-    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr("vitx.serve.process.supervisor.subprocess.Popen", start)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert asyncio.run(serve()) == 0
-    assert refused == 3
-    assert (
-        capsys.readouterr().err.count("vitx: worker 1 cannot be started now: Resource temporarily unavailable\n") == 3
-    )
-
-
-def test_a_worker_that_cannot_be_replaced_now_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[Started] = []
-
-    def start(*arguments: Any, **options: Any) -> Started:
-        if len(made) == 2:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        made.append(Started(*arguments, **options))
-        return made[-1]
-
-    async def serve() -> int:
-        parent = _Supervisor(listener, 2, "serving", lambda: None, 0, tmp_path)
-        running = asyncio.create_task(parent.run())
-        while not parent.announced:
-            await asyncio.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGHUP)
-        while "cannot be started" not in (err := capsys.readouterr().err):
-            assert "replaced" in err or not err
-            await asyncio.sleep(0.005)
-        assert not running.done()
-        assert [worker.stopping for worker in parent.workers] == [False, False]
-        assert parent.to_replace == []
-        parent._drain()
-        for one in made:
-            one.link.close()
-        return await running
-
-    monkeypatch.setattr("vitx.serve.process.supervisor.subprocess.Popen", start)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert asyncio.run(serve()) == 0
 
 
 def test_a_bundle_that_is_refused_is_refused_once(tmp_path: Path, tiny_bundle: Bundle) -> None:
