@@ -15,6 +15,7 @@ from reference import randomize
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import Preprocessing
 from vitx.export.rewrite.canonical import canonical_blocks
+from vitx.export.rewrite.folds import fold_residual_scale, last_norm
 from vitx.export.rewrite.rewrites import (
     REWRITES,
     ImageClassifier,
@@ -92,6 +93,11 @@ def test_a_norm_without_a_mean_is_left_alone() -> None:
     applied = places_of_identities(model)
     assert (applied["fold-residual-scale"], applied["fold-layer-norm-affine"]) == (0, 0)
     assert applied["compute-class-token-only"] == 0
+    assert last_norm(model) is None
+
+
+def test_a_network_that_divides_by_zero_is_left_alone() -> None:
+    assert fold_residual_scale(vitx_network(residual_scale=0.0)) == 0
 
 
 @pytest.mark.parametrize(("attention", "places"), [("re-attention", 0), ("plain", 2)])
