@@ -15,16 +15,18 @@ from gpu_fixture import add_plan
 from run_fixture import write_run
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import CERTIFICATE, Bundle
-from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.certificate import Certificate, Executable, TokenSimilarity, Verdict
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_json
 from vitx.core.latency import Latency
 from vitx.core.machine import describe_machine
+from vitx.core.preprocess import UInt8Array
 from vitx.parity import replay as replaying
 from vitx.parity.certification import AcceptanceCriteria, certify
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.options import ParityOptions
 from vitx.parity.replay import Replay, ReplayedNumber, certified_images, replay, verify_certificate, verify_files
+from vitx.runtimes.session import Float32Array
 
 IMAGES = numbered_images([index % 4 for index in range(40)], LABELS)
 REFERENCE = np.random.default_rng(1).integers(-8, 8, (40, 4)).astype(np.float32)
@@ -217,6 +219,19 @@ def test_errors_may_be_four_times_the_certified_ones_or_a_millionth(bundle: Bund
         assert replaying._near("x", certified_error, seen) == ReplayedNumber("x", certified_error, seen, agrees)
 
 
+def test_the_distance_of_cosines_may_be_sixteen_times_the_certified_one_or_a_millionth() -> None:
+    for certified_cosine, seen, agrees in (
+        (1.0, 1 - 0.99e-6, True),
+        (1.0, 1 - 1.01e-6, False),
+        (1 - 2.0**-10, 1 - 2.0**-6, True),
+        (1 - 2.0**-10, 1 - 2.0**-6 - 1e-9, False),
+        (1 - 2.0**-10, 1.0, True),  # nearer is no worse
+        (1 + 1e-6, 1.0, True),
+        (1 + 1.1e-6, 1.0, False),  # no cosine
+    ):
+        assert replaying._cosine("x", certified_cosine, seen).agrees is agrees, (certified_cosine, seen)
+
+
 def test_accuracies_agree_to_rounding_and_texts_exactly() -> None:
     assert replaying._same("x", 1 / 3, 1 / 3 + 1e-16).agrees
     assert not replaying._same("x", 0.5, 0.5 + 1e-11).agrees
@@ -244,6 +259,42 @@ def test_what_is_not_reproduced_is_named_with_both_numbers(bundle: Bundle) -> No
         f"the certificate of '{bundle.path}' is not reproduced: flips 3, certified 1; verdict fail, certified pass"
     )
     Replay(bundle, numbers[1:2]).require_agreement()
+
+
+def test_an_executable_that_fails_is_named_unless_it_was_refused_before(bundle: Bundle) -> None:
+    def verdict(runtime: str, found: Any) -> Verdict:
+        executable = Executable(
+            runtime=runtime, version="1", provider="cpu", architecture="x", precision="fp32", artefacts={"a": "0"}
+        )
+        return Verdict(executable=executable, verdict=found, reasons=("one", "two"), evidence="witness set")
+
+    fails, refused = verdict("fails", "fail"), verdict("refused", "fail")
+    verdicts = (verdict("passes", "pass"), fails, verdict("absent", "not run"), refused)
+    with pytest.raises(CheckFailed) as caught:
+        Replay(bundle, (), verdicts, (refused.executable,)).require_agreement()
+    assert str(caught.value) == (
+        f"the certificate of '{bundle.path}' is not reproduced: fails 1 in fp32 on cpu (x), a: one; two"
+    )
+    Replay(bundle, (), verdicts, (refused.executable, fails.executable)).require_agreement()
+
+
+class Sized(TableSession):
+    """The sides of the images it is given."""
+
+    sides = 0
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        self.sides = images.shape[1]
+        return super()._infer(images)
+
+
+def test_the_candidate_gets_images_as_its_bundle_says(bundle: Bundle) -> None:
+    reference, candidate = Sized(REFERENCE), Sized(CANDIDATE)
+    replay(bundle, certified(), IMAGES, candidate, reference_model(session=reference), quiet=True)
+    assert (reference.sides, candidate.sides) == (1, bundle.manifest.preprocessing.image_size)
+    alone = Sized(CANDIDATE)
+    replay(bundle, certified(), IMAGES, alone, quiet=True)
+    assert alone.sides == candidate.sides
 
 
 def test_other_classes_are_refused(bundle: Bundle) -> None:
