@@ -208,6 +208,9 @@ def test_logits_alone_run_another_session(bundle: Bundle, monkeypatch: pytest.Mo
 
     async def ask() -> None:
         model = ServedModel(warm, Metrics())
+        about = model.metadata(["1"])
+        assert [output["shape"] for output in about["outputs"]] == [[-1, 4], [-1, 3], [-1, 256]]
+        assert [output["name"] for output in about["vitx"]["outputs"]] == ["embedding", "attention"]
         assert (await model.batcher_of(False).submit(pixels(2))).shape == (2, 4)
         assert asked == ["logits"]
         assert (await model.batcher_of(True).submit(pixels(2))).shape == (2, 4 + 3 + 256)
