@@ -1,7 +1,9 @@
 """The canary: what it detects, what it accepts, and how it changes readiness."""
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.instances import ElasticSession
 from vitx.runtimes.session import Float32Array
-from vitx.serve.models.canary import Canary, canary_images
+from vitx.serve.models.canary import Canary, canary_images, replay_once
+from vitx.serve.observe.metrics import Metrics
 
 # While the file DRIFT exists, the model's logits are what the file says higher.
 DRIFTING = """
@@ -92,6 +95,47 @@ def test_a_session_that_is_not_finite_is_refused_at_once(tiny_bundle: Bundle) ->
         Canary(tiny_bundle, None, session, max_batch=1)
 
 
+class Alone(Session):
+    """One image alone has other logits than in a batch."""
+
+    def __init__(self, move: float) -> None:
+        super().__init__()
+        self.move, self.sizes = move, set[int]()
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        self.sizes.add(len(images))
+        self.drift = self.move if len(images) == 1 else 0.0
+        return super()._infer(images)
+
+
+def test_an_image_alone_has_the_logits_it_has_in_a_batch(tiny_bundle: Bundle) -> None:
+    certificate = tiny_bundle.require_certificate()
+    allowed = certificate.max_logit_error_allowed
+    for move, text in ((float("nan"), "nan"), (2.2 * allowed, f"{2.2 * allowed:.1g}")):
+        found = f"has logits that move by {text}.* with its neighbours in the batch: at most {2 * allowed:.3g} is"
+        with pytest.raises(CheckFailed, match=found):
+            Canary(tiny_bundle, certificate, Alone(move), max_batch=4)
+    assert Canary(tiny_bundle, certificate, Alone(1.8 * allowed), max_batch=4).fault() is None
+
+
+@pytest.mark.parametrize(("max_batch", "sizes"), [(2, {1, 2}), (4, {1, 4}), (32, {1, 4})])
+def test_no_more_images_than_a_batch_holds_are_run(tiny_bundle: Bundle, max_batch: int, sizes: set[int]) -> None:
+    session = Alone(0)
+    Canary(tiny_bundle, None, session, max_batch)
+    assert session.sizes == sizes
+
+
+def test_one_image_that_is_not_finite_is_enough(tiny_bundle: Bundle) -> None:
+    class Last(Session):
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            logits = super()._infer(images)
+            logits[-1, 0] = np.inf if len(images) > 1 else logits[-1, 0]
+            return logits
+
+    with pytest.raises(CheckFailed, match="logits that are not finite"):
+        Canary(tiny_bundle, None, Last(), max_batch=4)
+
+
 def test_what_runs_several_batches_is_compared_too(tiny_bundle: Bundle) -> None:
     alone, beside = Session(), Session()
     session = ElasticSession(alone, beside)
@@ -103,6 +147,33 @@ def test_what_runs_several_batches_is_compared_too(tiny_bundle: Bundle) -> None:
     assert "moved by 1" in str(canary.fault())
     with pytest.raises(CheckFailed, match="moved by 1"):
         Canary(tiny_bundle, None, session, max_batch=4)
+
+
+def test_what_is_known_is_the_measure_of_the_same_runtime_alone(tiny_bundle: Bundle) -> None:
+    known = Canary(tiny_bundle, None, Session(), max_batch=4)
+    drifted = Session()
+    drifted.drift = 1.0
+    with pytest.raises(CheckFailed, match=r": logits of the canary batch moved by 1: at most"):
+        Canary(tiny_bundle, None, drifted, max_batch=4, known=known)
+    drifted.provider = "cuda"
+    assert Canary(tiny_bundle, None, drifted, max_batch=4, known=known).fault() is None
+
+
+def test_a_change_is_counted_each_time_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[str | None] = [None, "drifts", "drifts more", None]
+    model = SimpleNamespace(key=("m", "2"), fault=None, cache=None, canary=SimpleNamespace(fault=lambda: found.pop(0)))
+    metrics, faults = Metrics(), []
+    for _ in range(4):
+        asyncio.run(replay_once([model], metrics))
+        faults.append(model.fault)
+    assert faults == [None, "drifts", "drifts more", None]
+    assert capsys.readouterr().err == (
+        "vitx: model 'm' version 2 is not ready: drifts\nvitx: model 'm' version 2 is ready again\n"
+    )
+    counted = [line for line in metrics.exposition().decode().splitlines() if line.startswith("vitx_canaries_total{")]
+    assert sorted(counted) == [
+        f'vitx_canaries_total{{model="m",result="{result}",version="2"}} 2.0' for result in ("fail", "pass")
+    ]
 
 
 def test_readiness_follows_the_canary(tmp_path: Path) -> None:

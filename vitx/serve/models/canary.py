@@ -51,8 +51,8 @@ class Canary:
         usual = SHARE_OF_STD.get(bundle.manifest.precision, _SHARE_OF_STD) * float(self._logits.std())
         self._allowed = usual if judged is None else judged.max_logit_error_allowed
         alone = session.infer(self._images[:1])
-        # Either of the two may be off by what is allowed.
-        if (moved := float(np.abs(alone - self._logits[:1]).max())) > 2 * self._allowed:
+        # Either of the two may be off by what is allowed; alone it may be NaN too.
+        if not (moved := float(np.abs(alone - self._logits[:1]).max())) <= 2 * self._allowed:
             found = f"logits that move by {moved:.3g} with its neighbours in the batch"
             allowed = f"at most {2 * self._allowed:.3g} is allowed"
             raise CheckFailed(f"the canary image of {bundle.path} has {found}: {allowed}")
