@@ -38,25 +38,26 @@ def test_a_batch_that_fails_writes_what_it_has() -> None:
     assert done == [1, 2]
 
 
-def test_the_batcher_answers_all_of_a_batch_before_the_first_is_written() -> None:
+@pytest.mark.parametrize("images", [3, 4])
+def test_the_batcher_answers_all_of_a_batch_before_the_first_is_written(images: int) -> None:
     events: list[str] = []
 
     def answer(number: int) -> None:
         events.append(f"made {number}")
         write_with_batch(lambda: events.append(f"written {number}"))
 
-    async def four_images() -> None:
+    async def ask() -> None:
         batching = Batching(max_batch=4, max_delay=1.0, queue=8, instances=1, timeout=None)
         batcher = Batcher(lambda images: images[:, 0, 0, :2].astype(np.float32), batching)
-        for number in range(4):
+        for number in range(images):
             image = np.full((1, 1, 1, 3), number, dtype=np.uint8)
             batcher.enqueue(image, lambda logits: answer(int(np.asarray(logits)[0, 0])))
         await batcher.close()
 
-    asyncio.run(four_images())
+    asyncio.run(ask())
     # The first had the idle instance for itself, the others were a batch.
     assert events[:2] == ["made 0", "written 0"]
-    assert events[2:] == [f"made {number}" for number in (1, 2, 3)] + [f"written {number}" for number in (1, 2, 3)]
+    assert events[2:] == [f"{done} {number}" for done in ("made", "written") for number in range(1, images)]
 
 
 def test_large_bodies_are_read_one_at_a_time_and_small_ones_beside_them() -> None:

@@ -27,11 +27,16 @@ def images(*numbers: int) -> UInt8Array:
 
 
 def numbers(batch: Batch) -> list[int]:
-    return [int(number) for part in batch.parts for number in part.read()[0][:, 0, 0, 0]]
+    return [int(number) for part in batch.parts for read in part.read() for number in read[:, 0, 0, 0]]
 
 
 class Instances:
-    """Takes the place of InstanceThreads: batches wait until the test runs them."""
+    """Takes the place of InstanceThreads: batches wait until the test runs them.
+
+    made_for: how many there are, and the rows of the largest batch.
+    """
+
+    made_for = 0, 0
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -72,7 +77,7 @@ def made(
     instances = Instances()
 
     def replaced(count: int, max_rows: int, on_result: Callable[[Batch], None]) -> Instances:
-        instances.on_result = on_result
+        instances.made_for, instances.on_result = (count, max_rows), on_result
         return instances
 
     defaults: dict[str, Any] = {"max_batch": 8, "max_delay": 0.0, "queue": 100, "instances": 1, "timeout": None}

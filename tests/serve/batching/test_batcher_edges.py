@@ -293,3 +293,34 @@ def test_a_client_that_hangs_up_while_its_batch_ends_takes_nobody_elses_answer()
             await leaves
 
     run(test)
+
+
+def test_an_image_that_cannot_be_read_has_no_row_and_those_behind_it_keep_theirs() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 8: 0.4}, instances=1)
+        assert instances.made_for == (1, 8)
+        ask = Asked(batcher)
+        unread, told = ValueError("no image"), list[object]()
+        ask("first", 0)
+        batcher.enqueue([lambda: unread], told.append)
+        ask("behind", 5, 6)
+        assert await instances.run() == [0]
+        assert await instances.run() == [5, 6]
+        assert (told, ask.replies["behind"]) == ([unread], [5, 6])
+        assert counts(batcher) == (2, 0)
+
+    run(test)
+
+
+def test_an_instance_that_died_is_counted_and_logged_with_what_it_died_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1}, instances=3)
+        assert instances.made_for == (3, 8)
+        Asked(batcher)("dies", 1)
+        await instances.run(error=SystemExit("killed"))
+        assert batcher.replaced_instances == 1
+        await instances.run()
+        assert batcher.replaced_instances == 1
+
+    run(test)
+    assert caplog.messages == ["an instance ended with SystemExit('killed') and was replaced"]
