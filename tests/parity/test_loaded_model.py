@@ -1,5 +1,6 @@
 """What is opened for a path, in which runtime, and how an export is certified: without a network."""
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import vitx.runtimes.torch
 from bundle_fixture import LABELS, PREPROCESSING, certificate, write_bundle
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.certificate import Executable, Verdict
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
@@ -315,6 +317,41 @@ def test_what_comes_after_the_bundle_is_checked_before_it(
     assert exporting.calls == {}
 
 
+def test_what_triton_or_timm_cannot_read_is_refused_before_the_export(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting = Exporting(monkeypatch, bundle)
+    monkeypatch.setattr(exported, "write_hub_folder", lambda request, bundle, out: out)
+    out, models, hub = tmp_path / "o.vitx", tmp_path / "models", tmp_path / "hub"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    inside = re.escape(f"--out '{out}' and --hub '{out / 'hub'}' would be in one another: choose folders apart")
+    for options, message in (
+        (ExportOptions(hub=tmp_path / "full"), r"--hub .*full exists and holds no config\.json: choose another folder"),
+        (ExportOptions(hub=out / "hub"), f"^{inside}$"),
+        (ExportOptions(triton=models, precision="bf16"), "has no bfloat16 kernels on a CPU: give it a plan"),
+    ):
+        with pytest.raises(InputError, match=message):
+            export_certified("runs/x", out, options, quiet=True)
+    assert exporting.calls == {}
+    export_certified("runs/x", out, ExportOptions(triton=models, precision="bf16", trt=True), quiet=True)
+    assert exporting.calls["triton"][0] == (out, models)
+    for quiet in (True, False):
+        export_certified("runs/x", out, ExportOptions(hub=hub), quiet=quiet)
+        said = f"export: runs/x to {out}\nexport: '{hub}' is a folder for timm\n"
+        assert capsys.readouterr().err == ("" if quiet else said)
+
+
+def test_the_class_names_are_those_of_the_run_or_of_the_data(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(exported, "open_images", lambda *a, skip_bad: note(asked, (*a, skip_bad), IMAGES))
+    assert exported._class_names(SourceRequest(str(run.path), data="numbers")) == ("a", "b")
+    assert exported._class_names(SourceRequest("model:deit")) == ()
+    assert asked == []
+    assert exported._class_names(SourceRequest("model:deit", data="numbers")) == IMAGES.class_names
+    assert asked == [("numbers", "val", True)]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), InputError("no")])
 def test_a_bundle_whose_repository_cannot_be_written_is_named(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
@@ -404,6 +441,36 @@ def test_the_certificate_of_an_export(
             ((*sides, IMAGES), options),
         ]
         assert all(side.session.was_freed for side in sides)  # type: ignore[attr-defined]
+
+
+def test_what_fails_ends_an_export_unless_it_is_a_candidate_and_the_witness_set_is_of_its_images(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = [LoadedModel(name, TableSession([[0.0]]), PIXEL, LABELS, "its data", "") for name in ("one", "other")]
+    asked: list[Any] = []
+
+    def exports(runtime: str) -> None:
+        of: dict[str, Any] = dict.fromkeys(("version", "provider", "architecture", "precision"), "x")
+        executable = Executable(runtime=runtime, artefacts={"a": "0"}, **of)
+        fails = Verdict(executable=executable, verdict="fail", reasons=("1", "2"), evidence="witness set")
+        found = certificate(verdict="pass", executables=(fails,))
+        monkeypatch.setattr(exported, "certify_models", lambda *a, **o: note(asked, o["add_evidence"], found))
+        request: Any = SimpleNamespace(load_again=lambda digest: "the source")
+        certify_export(bundle, request, ExportOptions(device="cpu", witness=7), quiet=True)
+
+    monkeypatch.setattr(exported, "model_from_source", lambda *a: sides[0])
+    monkeypatch.setattr(exported, "model_from_bundle", lambda *a, **o: sides[1])
+    monkeypatch.setattr(exported, "open_images", opening([]))
+    exports(CANDIDATES[0])
+    with pytest.raises(CheckFailed, match=r"^onnxruntime x .* is not the checkpoint's equal, no bundle written: 1; 2$"):
+        exports("onnxruntime")
+    monkeypatch.setattr(exported, "TorchSession", TableSession)
+    monkeypatch.setattr(TableSession, "infer_float64", "exact", raising=False)
+    monkeypatch.setattr(exported, "partial", lambda function, **options: (function, options))
+    monkeypatch.setattr(exported, "add_witness", lambda *a, **o: (a, o))
+    exact = ("exact", {"outputs": tuple(spec.name for spec in bundle.manifest.outputs)})
+    given = (bundle, IMAGES, "comparison", "certificate", exact)
+    assert asked[0](bundle, "comparison", "certificate") == (given, {"count": 7, "flops": None, "quiet": True})
 
 
 def test_a_source_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
