@@ -155,6 +155,7 @@ def test_a_name_with_a_scheme_a_port_or_a_wildcard_would_never_match(name: str) 
         ("/home/alice/runs/a", "a"),
         ("../alice/runs/a", "a"),
         ("runs\\alice\\a", "a"),
+        ("C:\\alice\\a", "a"),
         ("s3://bucket/alice/a", "a"),
         ("file:///home/alice/a", "a"),
         ("digits", "digits"),

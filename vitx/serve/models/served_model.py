@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import PureWindowsPath
 from typing import Any
 
 from vitx.runtimes.session import Float32Array
@@ -252,8 +252,7 @@ class ModelSet:
         """
         if self.draining and not started < self.draining:
             raise unavailable("the server is shutting down", "draining")
-        if name is None:
-            name = self._only_name()
+        name = self._only_name() if name is None else name
         if (model := self._newest.get(name) if version is None else self.loaded.get((name, version))) is None:
             raise self._missing(name, version)
         if (record := CURRENT_RECORD.get()) is not None:
@@ -304,8 +303,6 @@ def _without_folders(value: Any, *, is_path: bool = False) -> Any:
         return {name: _without_folders(entry, is_path=name in _PATHS) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(entry) for entry in value]
-    if isinstance(value, str) and (
-        is_path or PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()
-    ):
-        return PureWindowsPath(value).name or value  # which knows either kind of slashes
+    if isinstance(value, str) and (is_path or PureWindowsPath(value).root):  # which knows either kind of slashes
+        return PureWindowsPath(value).name or value
     return value

@@ -122,7 +122,6 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     if before is None or other or now.answered().get(None, inf) < before.answered().get(None, 0):  # or it restarted
         before = Reading(now.url, {}, {}, now.moment - uptime)
     gained, seconds = _gained(now, before), now.moment - before.moment
-    rejections = sorted(now.by_label("vitx_rejections_total", "reason").items())
     return {
         "url": now.url,
         "ready": now.stats["ready"],
@@ -130,7 +129,7 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
         "interval_seconds": round(seconds, 3),
         "requests_per_second": _rate(gained.total("vitx_request_seconds_count"), seconds),
         "latency_ms": {name: value and float(value) for name, value in now.stats["latency_ms"].items()},
-        "rejections": {reason: int(value) for reason, value in rejections},
+        "rejections": {of: int(value) for of, value in sorted(now.by_label("vitx_rejections_total", "reason").items())},
         "cpu_percent": _rate(100 * gained.total("process_cpu_seconds_total"), seconds),
         "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),
         "open_files": int(now.total("process_open_fds")),
