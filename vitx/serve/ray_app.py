@@ -25,7 +25,7 @@ from vitx.serve.models.loading import Offer
 from vitx.serve.observe.metrics import merged
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.process_settings import configure_process
-from vitx.serve.security import Tokens
+from vitx.serve.security import AllowedHosts, Tokens
 from vitx.serve.server_core import ServerCore, verified
 
 # What replicas do not take, by what to do instead.
@@ -52,7 +52,7 @@ def checked(args: ServeOptions) -> list[Offer]:
     for instead, names in _NOT_ON_RAY.items():
         for name in sorted(args.model_fields_set.intersection(names.split())):
             raise InputError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
-    Tokens(args)  # raises for a file that is wrong
+    _ = Tokens(args), AllowedHosts(None, args.allow_host)  # raise for a file, or a name, that is wrong
     return verified(args)
 
 

@@ -216,6 +216,10 @@ def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle, monk
     [
         (("--grpc-port", 0), "--grpc-port is not offered with --ray: Ray's proxies pass on HTTP"),
         (("--workers", 1), "--workers is not offered with --ray: give --replicas"),
+        (
+            ("--allow-host", "*"),
+            "--allow-host *: expected a name or address in ASCII, without scheme, port or *",
+        ),
         (("--replicas", "4:2"), "--replicas 4:2: expected a number such as 4, or a least and a most such as 2:8"),
         (("--replicas", "0"), "--replicas 0: expected a number such as 4, or a least and a most such as 2:8"),
     ],
