@@ -303,6 +303,9 @@ def test_clients_need_a_certificate_of_the_given_authorities(folder: Path, tmp_p
                         with pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"):
                             asked.is_server_ready(client_timeout=HANG)
         assert server.metric('vitx_requests_total{model="",route="server_live",status="200"}') == 0
+        assert server.process.stderr is not None
+        shown = next(line for line in server.process.stderr if line.startswith("next:"))
+        assert shown.startswith("next: curl --cert CERTIFICATE --key KEY --data-binary @IMAGE https://")
 
 
 class TlsServer(ServerProcess):

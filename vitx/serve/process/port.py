@@ -56,6 +56,7 @@ def address_of(listener: socket.socket) -> str:
 
 def log_next_call(url: str, options: ServeOptions, model: str | None) -> None:
     """Log the command that classifies an image; `model`: one of several."""
-    bearer = ("-H", "Authorization: Bearer TOKEN") if options.token_file else ()
+    brings: tuple[str, ...] = ("-H", "Authorization: Bearer TOKEN") if options.token_file else ()
+    brings += ("--cert", "CERTIFICATE", "--key", "KEY") if options.tls_client_ca else ()
     url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:") + "/v1/classify"
-    log_next("curl", *bearer, "--data-binary", "@IMAGE", url + (f"?model={model}" if model else ""))
+    log_next("curl", *brings, "--data-binary", "@IMAGE", url + (f"?model={model}" if model else ""))
