@@ -13,7 +13,9 @@ import pytest
 
 from bundle_fixture import IMAGE_SIZE, colour_image, png
 from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server, wait_until
+from vitx import __version__
 from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
 pytest.importorskip("opentelemetry.sdk")
@@ -181,6 +183,23 @@ def test_a_tracestate_that_is_none_is_no_line_of_the_log(caplog: pytest.LogCaptu
     tracing.write(record, "GET", "/v2", 200, 0.1)
     tracing.close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("variable", ["OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"])
+def test_the_service_has_the_name_that_the_environment_gives_it(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "flowers" if variable == "OTEL_SERVICE_NAME" else "service.name=flowers")
+    with running_collector() as collector:
+        tracing = Tracing(collector.url)
+        tracing.write(RequestRecord("id"), "GET", "/v2", 200, 0.1)
+        tracing.close()
+        assert collector.resource["service.name"] == "flowers"
+        assert collector.resource["service.version"] == __version__
+
+
+def test_a_variable_that_opentelemetry_refuses_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "256")  # less than a batch
+    with pytest.raises(InputError, match=r"OTEL_… variables that are set: max_export_batch_size must be less"):
+        Tracing("http://127.0.0.1:4318")
 
 
 def test_opentelemetry_is_imported_only_with_its_option(tiny_bundle: Bundle) -> None:

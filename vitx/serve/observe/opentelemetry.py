@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -32,11 +32,15 @@ class Tracing:
         if not is_http(endpoint):
             raise InputError(f"'{endpoint}' is not an OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
-        resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        own = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
+        resource = own.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME comes before our name
         exporter = OTLPSpanExporter(url, timeout=_EXPORT_SECONDS, session=(session := requests.Session()))
         session.stream = True  # nothing of an answer's body is read: one without an end would be waited for, and kept
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        try:
+            self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        except ValueError as error:  # such as of OTEL_BSP_MAX_QUEUE_SIZE
+            raise InputError(f"OpenTelemetry takes no traces with the OTEL_… variables that are set: {error}") from None
         self._tracer = self._provider.get_tracer("vitx.serve", __version__)
         self._context = TraceContextTextMapPropagator()
         logging.getLogger("opentelemetry.trace").setLevel(logging.CRITICAL)  # it warns of what clients send
@@ -48,11 +52,10 @@ class Tracing:
         def at(moment: float) -> int:
             return epoch + round(1e9 * moment)
 
-        given = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span = self._tracer.start_span(
             # Without a model the path is whatever the client sent; span names should be few.
             f"{method} {path}" if record.model is not None else method,
-            self._context.extract({name: value for name, value in given.items() if value}),
+            self._context.extract({"traceparent": record.traceparent, "tracestate": record.tracestate}),
             SpanKind.SERVER,
             start_time=at(record.started),
         )
