@@ -210,6 +210,7 @@ def test_nothing_of_a_model_is_left_when_the_last_is_unloaded(browser: Browser, 
         unload(server, "tiny")
         browser.wait(f"{TEXT.format('model-name')} === 'No model is loaded'")
         assert browser.run("document.getElementById('use').hidden")
+        assert browser.run("document.title") == "vitx"
         assert (browser.run(TEXT.format("card")), browser.run(TEXT.format("verdict"))) == ("", "")
 
 

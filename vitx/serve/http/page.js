@@ -298,6 +298,7 @@ function showModels(names) {
   $("attention").hidden = $("use").hidden = true;
   $("card").replaceChildren();
   $("model-name").textContent = "No model is loaded";
+  document.title = "vitx";
   $("verdict").textContent = $("verdict").className = "";
 }
 
