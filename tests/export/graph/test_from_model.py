@@ -428,6 +428,43 @@ def test_a_network_returns_one_tensor_of_logits(
         onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "model.onnx")
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool])
+def test_logits_are_float32(tmp_path: Path, kind: torch.dtype) -> None:
+    """What runs a bundle reads no other; of a network in float64 ONNX Runtime said that it lacks a convolution."""
+    pixels = Preprocessing(image_size=8)
+    classifier = ImageClassifier(Buffers(lambda logits: logits.to(kind)), pixels).eval()
+    returned = str(kind).removeprefix("torch.")
+    with pytest.raises(InputError, match=rf"^the network returns {returned}: expected float32 logits; give it as"):
+        onnx_from_model(classifier, pixels, tuple("abcde"), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_that_fails_onnx_s_check_is_refused(tmp_path: Path) -> None:
+    """As a convolution in bfloat16 does below opset 22."""
+    pixels = Preprocessing(image_size=8)
+    network = nn.Sequential(nn.Conv2d(3, 5, 8, dtype=torch.bfloat16), nn.Flatten())
+    classifier = ImageClassifier(network, pixels).eval()
+    returning = nn.Sequential(classifier, AsFloat32()).eval()
+    with pytest.raises(
+        CheckFailed, match=r"^ONNX's check refuses the graph: .*bfloat16.*; try another opset, or float32$"
+    ):
+        onnx_from_model(returning, pixels, tuple("abcde"), tmp_path / "model.onnx", opset=20)
+    graph = onnx_from_model(returning, pixels, tuple("abcde"), tmp_path / "model.onnx", opset=22, check=False)
+    assert opset_of(graph) == 22
+
+
+class AsFloat32(nn.Module):
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.float()
+
+
+def test_a_network_without_values_is_refused(tmp_path: Path) -> None:
+    classifier = ImageClassifier(nn.Sequential(nn.Conv2d(3, 5, 8), nn.Flatten()).to("meta"), PREPROCESSING).eval()
+    with pytest.raises(InputError, match=r"^the network's weights have no values, for it is on the meta device: load"):
+        onnx_from_model(classifier, PREPROCESSING, tuple("abcde"), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_network_that_no_file_holds_is_refused_before_it_is_traced(tmp_path: Path) -> None:
     """As timm's ViT-g. On the meta device it takes no memory here."""
     network = nn.Linear(2**15, 2**15, device="meta")

@@ -12,7 +12,7 @@ from onnxscript.optimizer import fold_constants_ir
 from torch import Tensor, nn
 
 from vitx.core.bundle import Precision
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, InputError, first_line
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph import CHECKED_BATCHES
 from vitx.export.graph.block_names import name_block_outputs
@@ -58,10 +58,11 @@ def onnx_from_model(
     form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
 
     Raises InputError for an opset outside 18 to 24, for a network whose weights do not fit one ONNX file, and for one
-    that PyTorch's exporter cannot trace, or that returns anything but one vector an image, with as many logits as there
-    are labels (any number if there are none).
-    Raises CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, or
-    (with `check`, which runs it in ONNX Runtime) differs from the network at batches that were never traced.
+    that PyTorch's exporter cannot trace, that is on the meta device, or that returns anything but one float32 vector an
+    image, with as many logits as there are labels (any number if there are none).
+    Raises CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, fails
+    ONNX's check, or (with `check`, which runs it in ONNX Runtime) differs from the network at batches that were never
+    traced.
     """
     _require_one_file(classifier)
     model = graph_of(classifier, preprocessing, opset=opset)
@@ -74,7 +75,13 @@ def onnx_from_model(
     _require_logits(model, len(labels))
     _require_dynamic_batch(model)
     write_onnx(model, path)
-    onnx.checker.check_model(str(path), full_check=True)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as reason:
+        # As of layers in bfloat16, which convolutions take since opset 22.
+        raise CheckFailed(
+            f"ONNX's check refuses the graph: {first_line(reason)}; try another opset, or float32"
+        ) from None
     if check:
         require_equal(classifier, path, preprocessing.image_size)
     return onnx.load(str(path))
@@ -97,6 +104,10 @@ def graph_of(
         raise InputError(f"opset {wanted}: expected {OPSETS.start} to {OPSETS.stop - 1}")
     size = preprocessing.image_size
     device = any_tensor(classifier).device
+    if device.type == "meta":
+        raise InputError(
+            "the network's weights have no values, for it is on the meta device: load weights into it first"
+        )
     example = torch.zeros(EXAMPLE_BATCH, size, size, 3, dtype=torch.uint8, device=device)
     with torch.autocast(device.type, enabled=False):  # a notebook's: its casts would be traced
         model, fused = trace(classifier, example, wanted, (INPUT, OUTPUT))
@@ -185,7 +196,7 @@ def _require_dynamic_batch(model: Any) -> None:
 
 
 def _require_logits(model: Any, classes: int) -> None:
-    """Raise InputError unless the network returns one vector an image, of so many `classes` if these are known."""
+    """Raise InputError unless the network returns a float32 vector an image, of so many `classes` if they are known."""
     outputs = model.graph.outputs
     if len(outputs) != 1:
         raise InputError(f"the network returns {len(outputs)} tensors: expected one, logits (N, C)")
@@ -196,3 +207,6 @@ def _require_logits(model: Any, classes: int) -> None:
             f"the network returns ({found}): expected one vector of logits an image, (N, {classes or 'C'}); "
             "give it a pooling (--model-arg global_pool=avg, where it takes one) and one output a class"
         )
+    kind = outputs[0].dtype.numpy()
+    if kind != np.float32:
+        raise InputError(f"the network returns {kind}: expected float32 logits; give it as network.float()")
