@@ -155,7 +155,8 @@ def bookkeeping(scratch: Path) -> dict[str, Any]:
     listed = scratch / "names.txt"
     listed.write_text("".join(f"{index % 100:03d}/{index:06d}.png\n" for index in range(TINY)))
     pixels = np.zeros((16, 16, 3), dtype=np.uint8)
-    reading = mock.patch("vitx.predict.inputs.stores.read_bytes", lambda location, stopped: b"")  # noqa: PT008  # a Mock records every call
+    target = "vitx.predict.inputs.stores.read_bytes"
+    reading = mock.patch(target, lambda location, stopped, found: b"")  # noqa: PT008  # a Mock records every call
     decoding = mock.patch.object(Preprocessing, "from_bytes", lambda self, data, draft: pixels)  # noqa: PT008  # likewise
     seconds, cpu = [], []
     with reading, decoding:

@@ -17,6 +17,7 @@ from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.confidence import Confidence
 from vitx.analyze.metrics.rollout import EXAMPLES, Rollout
+from vitx.core.files import write_bytes
 from vitx.models import attention_maps, image_tensor
 from vitx.models.source import Source
 
@@ -120,8 +121,8 @@ def test_networks_whose_class_token_comes_later(source: Source) -> None:
 def test_a_network_that_brings_no_classes_on_a_plain_folder(vitx: Vitx, tmp_path: Path) -> None:
     digits = open_analysis_images("digits", 3)
     for index in range(3):
-        (tmp_path / f"{index}.png").write_bytes(digits.read(index))
-    command = ("analyze", "model:deit_digits", "--weights", "random", "--data", tmp_path, "--device", "cpu")
+        write_bytes(tmp_path / "images" / f"{index}.png", digits.read(index))
+    command = ("analyze", "model:deit_digits", "--weights", "random", "--data", tmp_path / "images", "--device", "cpu")
     code, printed, said = vitx(*command, "--only", "rollout,confidence", "--out", tmp_path / "report")
     assert code == 0, said
     assert "not applicable: the images have no labels" in printed
