@@ -240,8 +240,16 @@ def refused_among_others(
     raise AssertionError("nothing was refused")
 
 
-def hold_run(run: Path, ready: Any) -> None:
-    """Hold the lock of a run for a minute; True is sent to `ready` when it is held."""
+def holder_of(run: Path) -> ForkServerProcess:
+    """A process that holds the lock of a run for a minute."""
+    here, there = context().Pipe()
+    holder = context().Process(target=_hold, args=(run, there))
+    holder.start()
+    assert here.poll(HANG), "the holder has not begun"
+    return holder
+
+
+def _hold(run: Path, ready: Any) -> None:
     from vitx.core.run import RunFolder
     from vitx.train.loop.run_lock import RunLock
 

@@ -8,8 +8,7 @@ import pytest
 
 from cli_fixture import Vitx
 from epoch_row import epoch_row
-from server_process import HANG
-from training_jobs import context, hold_run
+from training_jobs import holder_of
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_json
 from vitx.core.run import RunFolder
@@ -51,10 +50,7 @@ def test_a_run_whose_process_was_killed(run: RunFolder) -> None:
     advance(run, HALF, 1)
     assert HALF.pid == os.getpid()
     run.info_path.touch()
-    here, there = context().Pipe()
-    holder = context().Process(target=hold_run, args=(run.path, there))
-    holder.start()
-    assert here.poll(HANG), "the holder has not begun"
+    holder = holder_of(run.path)
     found = states(run, lambda: None)
     assert [next(found), next(found)] == [RunState(HALF, ROWS[:1])] * 2
     holder.kill()
@@ -68,10 +64,7 @@ def test_a_stopped_run_that_another_process_resumes_has_not_ended(run: RunFolder
     """It holds the lock long before it writes: first it looks at all images."""
     advance(run, HALF.model_copy(update={"ended": True, "failure": "stopped by SIGTERM", "host": "another"}), 1)
     run.info_path.touch()
-    here, there = context().Pipe()
-    holder = context().Process(target=hold_run, args=(run.path, there))
-    holder.start()
-    assert here.poll(HANG), "the holder has not begun"
+    holder = holder_of(run.path)
     found = states(run, lambda: None)
     goes_on = RunState(HALF.model_copy(update={"host": "another"}), ROWS[:1])
     assert [next(found), next(found)] == [goes_on] * 2

@@ -1,6 +1,5 @@
 """`vitx parity`: are two of runs and bundles the same classifier?"""
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +53,8 @@ def command(
     from vitx.parity.executables.first_load import certify_here, require_passing
     from vitx.parity.replay import verify_certificate
 
+    named = url_of(reference)  # with both slashes, which a path of it has not
+    shown = without_password(named) if named else str(reference)
     if options.verify:
         applied = {"verify", "data", "device", "skip_bad", *(("checkpoint",) if candidate else ())}
         require_effect(options, applied, "with --verify" + ("" if candidate else " and no run") + ": leave it out")
@@ -64,17 +65,15 @@ def command(
         return
     if candidate is None:
         applied = {"runtime", "max_flip_rate", "device"}
-        require_effect(options, applied, f"on '{reference}' alone: leave it out, or give a reference and a candidate")
+        require_effect(options, applied, f"on '{shown}' alone: leave it out, or give a reference and a candidate")
         verdicts = certify_here(reference, options, quiet=quiet)
-        named = url_of(reference)  # with both slashes, which a path of it has not
-        shown = without_password(named) if named else str(reference)
         _print_verdicts(shown, verdicts, as_json=as_json)
         for verdict in verdicts:
             require_passing(shown, verdict)
         _log_next(reference, shown, quiet=quiet)
         return
-    if (named := url_of(reference)) is not None and re.match("https?:", named):
-        raise InputError(f"the reference is '{named}': expected a run or a bundle; a served model is the candidate")
+    if shown.startswith(("http://", "https://")):
+        raise InputError(f"the reference is '{shown}': expected a run or a bundle; a served model is the candidate")
     if "://" in candidate:
         applied = {*ParityOptions.model_fields} - {"runtime", "served", "trace"}
         require_effect(options, applied, "on a served model: leave it out")

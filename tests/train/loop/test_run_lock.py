@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from server_process import HANG
-from training_jobs import TINY, context, hold_run, recipe_of, train_one
+from training_jobs import TINY, holder_of, recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.loop.run_lock import RunLock, is_held, timeout_under_torchrun
@@ -53,10 +53,7 @@ def held(run: RunFolder) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, image_folder: Path) -> None:
     recipe, run = recipe_of(*TINY, "epochs=1").on_data(str(image_folder)), tmp_path / "run"
     train_one(recipe, run, {})
-    here, there = context().Pipe()
-    holder = context().Process(target=hold_run, args=(run, there))
-    holder.start()
-    assert here.poll(HANG), "the holder has not begun"
+    holder = holder_of(run)
     with pytest.raises(InputError, match=r"another process trains into '.*run': wait for its end, or stop it"):
         train_one(recipe, run, {}, resume=True)
     killer = threading.Timer(0.5, holder.kill)
