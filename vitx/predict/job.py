@@ -30,7 +30,7 @@ from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import STATE, open_ledger, open_run
+from vitx.predict.state import STATE, Run, open_ledger, open_run
 from vitx.predict.summary import OUTPUT_NAMES, Increment, PredictionSummary, summarize, summary_name, write_summary
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
@@ -92,19 +92,11 @@ def predict(
     }
     taken = tuple(output_schema(options.lists, versions=options.incremental).names)
     columns = TableColumns(options.image_column, options.key, options.columns, taken)
-
-    def measure(ledger: Ledger, inventory: Inventory) -> dict[str, Any]:
-        if not options.draft or not inventory.shards:
-            return {}
-        with nullcontext(session) if isinstance(session, Session) else load_session(bundle) as model:
-            checked = check_draft(bundle, model, inventory, ledger.path, columns, batch_size=options.batch_size)
-        log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
-        return {"draft": checked.model_dump(mode="json")}
-
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
         take = partial(take_inventory, where, ledger, options.shard_size, columns, is_output=is_output)
-        run = open_run(ledger, out, settings, take, partial(measure, ledger))
+        measure = partial(_measure_draft, bundle, session, options, columns, ledger, quiet=quiet)
+        run = open_run(ledger, out, settings, take, measure)
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
         if options.retry_errors and options.key is not None:  # files that could not be read when they were listed
@@ -126,24 +118,7 @@ def predict(
         total = totals.shards if totals.expected is None else totals.expected
         if mirror is not None:
             mirror.begin(ledger, run.id, summary_path, overwrite=options.overwrite)
-        footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": settings["bundle"]}
-        if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
-            footer["vitx.certificate_sha256"] = sha256_file(certificate)
-        job = Job(
-            out=out,
-            listing=ledger.path,
-            base=run.base,
-            labels=bundle.manifest.labels,
-            preprocessing=bundle.manifest.preprocessing,
-            options=options,
-            columns=copied,
-            read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
-            decode_threads=options.decode_threads or usable_cores(),
-            has_single_files=any(ledger.shards("kind = 'images'")),
-            source=ledger.description()["source"],
-            certified=certified,
-            footer=footer,
-        )
+        job = _job(bundle, ledger, run, where, out, copied, options, certified=certified)
         warm_up()
         execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
@@ -153,6 +128,57 @@ def predict(
         if mirror is not None:
             mirror.end(ledger, summary_path)
         return summary
+
+
+def _measure_draft(
+    bundle: Bundle,
+    session: Session | Executor,
+    options: PredictOptions,
+    columns: TableColumns,
+    ledger: Ledger,
+    inventory: Inventory,
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    """With --draft what it does to a sample of the input, see `check_draft`; the ledger keeps it."""
+    if not options.draft or not inventory.shards:
+        return {}
+    with nullcontext(session) if isinstance(session, Session) else load_session(bundle) as model:
+        checked = check_draft(bundle, model, inventory, ledger.path, columns, batch_size=options.batch_size)
+    log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
+    return {"draft": checked.model_dump(mode="json")}
+
+
+def _job(
+    bundle: Bundle,
+    ledger: Ledger,
+    run: Run,
+    where: str,
+    out: Path,
+    columns: TableColumns,
+    options: PredictOptions,
+    *,
+    certified: bool,
+) -> Job:
+    described = ledger.description()
+    footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": described["bundle"]}
+    if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
+        footer["vitx.certificate_sha256"] = sha256_file(certificate)
+    return Job(
+        out=out,
+        listing=ledger.path,
+        base=run.base,
+        labels=bundle.manifest.labels,
+        preprocessing=bundle.manifest.preprocessing,
+        options=options,
+        columns=columns,
+        read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
+        decode_threads=options.decode_threads or usable_cores(),
+        has_single_files=any(ledger.shards("kind = 'images'")),
+        source=described["source"],
+        certified=certified,
+        footer=footer,
+    )
 
 
 def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> AbstractContextManager[Session | Executor]:

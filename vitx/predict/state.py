@@ -71,30 +71,36 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                     if listed and ledger.path.name == LEDGER:
                         remove_leftovers(out, share)
         except BaseException as error:
-            usable = os.access(state, os.W_OK) and all(
-                path.is_file() and os.access(path, os.W_OK) for path in state.glob(f"{LEDGER}*")
-            )
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            no_room = _no_room(state) if code == sqlite3.SQLITE_CANTOPEN and usable else None
+            explained = _explained(error, state, share)  # before its files are removed
             if state in made_here and not listed:
                 for path in (*state.glob(f"{LEDGER}*"), state / LOCK):  # the lock last: others may take a new one then
                     path.unlink(missing_ok=True)
                 for folder in reversed(made_here):
                     with suppress(OSError):  # not empty
                         folder.rmdir()
-            if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
+            if explained is None:
                 raise
-            if no_room is not None:
-                raise no_room from None
-            if code == sqlite3.SQLITE_CANTOPEN and usable:  # SQLite does not tell what the system said
-                raise EnvironmentMissing(f"cannot open '{state / LEDGER}' ({error}): {MORE_FILES}") from None
-            if code in _NO_ACCESS:
-                again = "make that file and its folder writable for you, or choose another folder"
-                raise InputError(f"cannot write to '{state / LEDGER}' ({error}): {again}") from None
-            again = f"choose another folder, or {share.anew}"
-            raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
+            raise explained from None
         finally:
             _remove_copies(state)
+
+
+def _explained(error: BaseException, state: Path, share: Share) -> Exception | None:
+    """What an error of SQLite means for who began the run; None for a full disk, and for what is not SQLite's."""
+    if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
+        return None
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    usable = os.access(state, os.W_OK) and all(
+        path.is_file() and os.access(path, os.W_OK) for path in state.glob(f"{LEDGER}*")
+    )
+    if code == sqlite3.SQLITE_CANTOPEN and usable:  # SQLite does not tell what the system said
+        too_many = EnvironmentMissing(f"cannot open '{state / LEDGER}' ({error}): {MORE_FILES}")
+        return _no_room(state) or too_many
+    if code in _NO_ACCESS:
+        again = "make that file and its folder writable for you, or choose another folder"
+        return InputError(f"cannot write to '{state / LEDGER}' ({error}): {again}")
+    again = f"choose another folder, or {share.anew}"
+    return InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}")
 
 
 def _no_room(state: Path) -> OSError | None:
