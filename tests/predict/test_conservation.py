@@ -5,7 +5,7 @@ import json
 import re
 import sqlite3
 import tarfile
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from faulty_disk import unlistable
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_file
-from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, job, predict
 from vitx.predict.inputs import inventory
 from vitx.predict.inputs.skipped import MAX_SUFFIXES, SkippedNames
 from vitx.predict.ledger import Ledger
@@ -251,3 +251,21 @@ def test_a_folder_that_an_increment_can_list_hides_nothing_any_more(tiny_bundle:
         listed_now = run(tiny_bundle, tmp_path / "in", out, **given, retry_errors=True)
         assert (listed_now.images, listed_now.errors) == (2 + incremental, 1)
         assert (listed_now.uncounted, listed_now.complete) == (int(not incremental), incremental)
+
+
+@pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, False), (True, True)])
+def test_a_folder_that_can_be_listed_only_after_the_listing_is_no_success(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, overwrite: bool
+) -> None:
+    """Of an increment too: its images are not in the output until the next one."""
+    write(tmp_path / "in", "a.png", "shut/c.png")
+    given: dict[str, Any] = {"incremental": True, "retry_errors": True}
+    with ExitStack() as shut:
+        shut.enter_context(unlistable("shut", DENIED))
+        if before:
+            run(tiny_bundle, tmp_path / "in", tmp_path / "out", **given)
+        monkeypatch.setattr(job, "warm_up", shut.close)  # between the listing and the reading
+        early = run(tiny_bundle, tmp_path / "in", tmp_path / "out", **given, overwrite=overwrite)
+    assert (early.images, early.errors, early.uncounted, early.complete) == (2, 1, 1, False)
+    listed_now = run(tiny_bundle, tmp_path / "in", tmp_path / "out", **given)
+    assert (listed_now.images, listed_now.errors, listed_now.uncounted, listed_now.complete) == (3, 1, 0, True)

@@ -174,6 +174,7 @@ def _job(
         columns=columns,
         read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
         decode_threads=options.decode_threads or usable_cores(),
+        unlisted=ledger.unlisted(created=run.created) if options.incremental else frozenset(),
         has_single_files=any(ledger.shards("kind = 'images'")),
         source=described["source"],
         certified=certified,

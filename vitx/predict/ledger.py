@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.files import rename, sha256_bytes, sha256_file
+from vitx.core.files import escape_invalid_utf8, rename, sha256_bytes, sha256_file
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.options import WHOLE, Share
 
@@ -203,6 +203,12 @@ class Ledger:
                 values = ", ".join(["(?, ?)"] * len(some))
                 run(f"INSERT OR IGNORE INTO found VALUES {values}", list(chain.from_iterable(some)))
         return int(self._rows("SELECT count(*) FROM found")[0][0])
+
+    def unlisted(self, *, created: bool) -> frozenset[str]:
+        """The keys of folders that could not be listed by this process, which has created the run or found it."""
+        table = "image" if created else "found"
+        names = self._rows(f"SELECT name FROM {table} WHERE substr(name, -1) = x'00'")
+        return frozenset(escape_invalid_utf8(name.decode(*_CODEC).replace("\0", "/")) for (name,) in names)
 
     def number(self, share: Share | None) -> tuple[int, str]:
         """Make the names that were found last the images of the run, those of `share`: every Nth of N jobs.

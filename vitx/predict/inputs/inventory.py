@@ -7,7 +7,7 @@ import io
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -301,11 +301,13 @@ def read_item(
     versions: bool = False,
     single: bool = True,
     found: bool = False,
+    unlisted: Collection[str] = (),
     stopped: threading.Event | None = None,
 ) -> Item:
     """Return the image with its bytes, or with the reason why they cannot be read.
 
     single: false if a Parquet file names it, whose version is that of the row, or tells none. found: see `read_bytes`.
+    unlisted: keys of folders of which an increment has found nothing.
     """
     if not isinstance(item.source, str):
         return item
@@ -315,8 +317,8 @@ def read_item(
     try:
         return item._replace(source=stores.read_bytes(source, stopped, found=found))
     except ImageError as error:
-        # An increment has found what is in a folder that can be listed.
-        hides = stores.NotListed if not versions or not isinstance(error, stores.ListedNow) else ()
+        # An increment has found what is in a folder, unless that could not be listed a moment ago either.
+        known = versions and item.key not in unlisted and isinstance(error, stores.ListedNow)
         if single and isinstance(error, NotRead):
             item = item._replace(version=None)  # it is no other when it can be read
-        return item._replace(source=error, uncounted=isinstance(error, hides))
+        return item._replace(source=error, uncounted=isinstance(error, stores.NotListed) and not known)

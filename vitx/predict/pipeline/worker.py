@@ -45,7 +45,7 @@ class Job:
 
     has_single_files: whether some shards are ranges of single image files; source: what names them. certified: whether
     what runs the bundle must have a passing verdict; without --allow-uncertified it must. footer: key-value metadata of
-    each file of the output.
+    each file of the output. unlisted: see `read_item`.
     """
 
     out: Path
@@ -58,6 +58,7 @@ class Job:
     decode_threads: int
     certified: bool
     columns: TableColumns = field(default_factory=TableColumns)
+    unlisted: frozenset[str] = frozenset()
     has_single_files: bool = True
     source: Source = "folder"
     footer: Mapping[str, str] = field(default_factory=dict)
@@ -148,12 +149,13 @@ class Worker:
                 futures = (self._pools[stage].submit(function, value) for value in values)
                 return (future.result() for future in ahead(futures, depth, f"{stage}-ahead"))
 
+            versions, unlisted = self.job.options.incremental, self.job.unlisted
+            one = partial(read_item, versions=versions, unlisted=unlisted, stopped=stopped)
+
             def read_one(given: Images) -> Images:
                 single = given[0].claim.shard.kind == "images"
                 found = single and self.job.source in ("folder", "pattern")
-                versions = self.job.options.incremental
-                one = partial(read_item, versions=versions, single=single, found=found, stopped=stopped)
-                return self._each("read", one, given)
+                return self._each("read", partial(one, single=single, found=found), given)
 
             decode_one = partial(self._each, "decode", self._decoded)
             read = mapped("read", read_one, self._slices(claims, stopped), max(per_batch, self.job.read_threads))
