@@ -13,7 +13,7 @@ from PIL import Image
 from browser import PROGRAM, Browser, running_browser
 from bundle_fixture import colour_image, png, with_attention, write_bundle
 from page_actions import classes, give
-from server_process import ServerProcess, running_server
+from server_process import ServerProcess, free_port, running_server
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
 
@@ -26,6 +26,8 @@ PLACES = """['.preview img', '.preview canvas'].map((one) => {
 })"""
 
 
+# Of two `--port`, of which `running_server` gives the second, the first.
+ON_THAT_PORT = "import sys; del sys.argv[-2:]; from vitx.cli import main; main()"
 NEXT, IMAGE = "next: curl", "--data-binary @IMAGE"
 
 
@@ -229,6 +231,23 @@ def test_the_images_are_classified_again_by_the_model_that_takes_the_place_of_an
         browser.wait("document.querySelectorAll('.preview canvas').length === 0")  # tiny gives no map
         browser.wait("document.querySelectorAll('.predictions li').length === 4")
         assert browser.run(TEXT.format("model-name")) == "tiny"
+
+
+def test_a_server_that_ends_and_comes_back_with_another_model_of_the_name(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    """Its card is asked for at once: what the model before had, an attention map, this one would refuse to give."""
+    port = str(free_port())
+    seeing = with_attention(write_bundle(tmp_path / "tiny.vitx")).path
+    with running_server(seeing, "--allow-uncertified", "--port", port, program=ON_THAT_PORT) as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait("!document.getElementById('attention').hidden")
+        browser.wait("polls % CARD_EVERY === 1")
+    browser.wait(f"{TEXT.format('state')} === 'the server does not answer'")
+    with running_server(folder / "tiny.vitx", "--allow-uncertified", "--port", port, program=ON_THAT_PORT):
+        browser.wait(f"{TEXT.format('state')} === 'ready'")
+        give(browser, "drop", png(colour_image(3, np.random.default_rng(3))))
+        browser.wait("document.querySelectorAll('.predictions li').length === 4")
 
 
 def test_a_server_that_hangs_is_not_ready_and_leaves_a_gap_in_the_charts(browser: Browser, folder: Path) -> None:

@@ -378,6 +378,7 @@ async function poll() {
     showState(stats.ready ? "ready" : "not ready", stats.ready);
   } catch (error) {
     previous = null;
+    polls = 0;  // who answers next may serve another model of that name
     const refused = error instanceof Refused;
     showState(refused ? (error.status === 401 ? "locked" : error.message) : "the server does not answer", false);
     if (refused && error.status === 401) return;  // until there is a token
