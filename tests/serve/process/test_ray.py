@@ -182,6 +182,11 @@ def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix
     assert status_of(port, "GET", "/digits/v2/health/ready") == 200
     assert status_of(port, "POST", "/digits/v2/models/tiny/infer", INFER_BODY) == 200
     assert status_of(port, "GET", "/digits/v2/models/mine") == 404
+    serve.run(serves, name="digits", route_prefix="/")
+    ended = run_serve(certified_original.path, "--ray", cluster, "--threads", "1")
+    reason = "another application has the prefix '/': end it, or use a config file"
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (2, f"error: {reason}")
+    assert status_of(port, "POST", "/v2/models/tiny/infer", INFER_BODY) == 200
     serve.delete("digits")
 
 

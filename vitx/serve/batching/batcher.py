@@ -298,11 +298,9 @@ class Batcher:
     def _answer(self, batch: Batch) -> None:
         start = 0
         with batch_of_replies() if len(batch.parts) > 1 else nullcontext():
-            for part in batch.parts:
+            for part in batch.parts:  # one that was cancelled while it ran tells nobody
                 stop = start + (part.rows if part.unread is None else 0)
-                if part.done:
-                    pass  # cancelled while it ran
-                elif part.unread is not None:
+                if part.unread is not None:
                     part.settle(error=part.unread)
                 elif batch.logits is None:
                     part.settle(error=inference_failed(batch.error))

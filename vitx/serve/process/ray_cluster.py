@@ -44,6 +44,8 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
             reason = message.strip().splitlines()[-1].removeprefix("vitx.core.errors.")
             refusal = getattr(errors, reason.partition(":")[0], errors.CheckFailed)
             raise refusal(f"a replica does not start: {reason}") from None
+        except serve.exceptions.RayServeException:
+            raise errors.InputError("another application has the prefix '/': end it, or use a config file") from None
         except KeyboardInterrupt:
             for number in (signal.SIGINT, signal.SIGTERM):  # another ends this process, and a cluster that it started
                 signal.signal(number, signal.SIG_DFL)
