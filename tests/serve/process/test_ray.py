@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
 
     from vitx.serve import ray_app
     from vitx.serve.options import ServeOptions
+    from vitx.serve.process import ray_cluster
     from vitx.serve.process.ray_cluster import _start_proxies
 
 from vitx.core.bundle import MANIFEST, Bundle
@@ -246,6 +248,25 @@ def test_an_unreachable_cluster_is_an_error_at_once(vitx: Vitx, tiny_bundle: Bun
         address = f"127.0.0.1:{free.getsockname()[1]}"
     code, _, error = vitx("serve", tiny_bundle.path, "--ray", address)
     assert (code, error) == (3, f"error: no Ray cluster at '{address}': [Errno 111] Connection refused\n")
+
+
+def test_a_cluster_whose_nodes_have_all_died_ends_the_command(
+    vitx: Vitx, certified_original: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever, and so would the deletion of the application there."""
+    nodes = iter([[{}], [], []])
+    given = {"joined": lambda *args, **options: nullcontext(), "application": lambda *args, **options: None}
+    given |= {"cluster_nodes": lambda: next(nodes), "_start_proxies": lambda options: "http://127.0.0.1:8000"}
+    handlers = {"signal": lambda *args: None, "SIGTERM": 15, "default_int_handler": None}
+    for name, value in {**given, "signal": SimpleNamespace(**handlers)}.items():
+        monkeypatch.setattr(ray_cluster, name, value)
+    deleted: list[str] = []
+    monkeypatch.setattr(serve, "run", lambda *args, **options: None)
+    monkeypatch.setattr(serve, "delete", deleted.append)
+    code, out, err = vitx("serve", certified_original.path, "--ray")
+    assert (code, out) == (3, "vitx: serving tiny on http://127.0.0.1:8000\n")
+    assert err.splitlines()[-1] == "error: the Ray cluster has no living node any more: start it and this again"
+    assert (deleted, next(nodes, None)) == ([], None)
 
 
 def test_without_ray_the_error_names_the_extra(tiny_bundle: Bundle) -> None:

@@ -52,10 +52,8 @@ def error_reply(error: RequestError) -> Reply:
 
 def headers_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> list[tuple[bytes, bytes]]:
     """The headers of a reply; `close` ends the connection after it."""
-    headers = [(b"content-type", content_type), (b"content-length", b"%d" % length), *others]
-    if close:
-        headers.append((b"connection", b"close"))
-    return headers
+    last = [(b"connection", b"close")] * close
+    return [(b"content-type", content_type), (b"content-length", b"%d" % length), *others, *last]
 
 
 @lru_cache(256)

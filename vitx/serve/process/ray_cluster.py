@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import threading
 import time
 from contextlib import suppress
 
@@ -13,7 +12,7 @@ from ray.serve.context import _get_global_client  # nothing public says where th
 from vitx.core import errors
 from vitx.core.console import log
 from vitx.core.machine import describe_machine
-from vitx.core.ray_connection import LOCAL, joined
+from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import claim_port, log_next_call
 from vitx.serve.ray_app import application, checked
@@ -38,7 +37,9 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
             serve.run(deployed, name=APPLICATION)
             print(f"vitx: serving {names} on {url}", flush=True)
             log_next_call(url, options, "NAME" if len(options.bundles) > 1 else None)
-            threading.Event().wait()
+            while cluster_nodes():
+                time.sleep(1)
+            raise errors.EnvironmentMissing("the Ray cluster has no living node any more: start it and this again")
         except RuntimeError:  # its text says less than the deployment's
             message = serve.status().applications[APPLICATION].deployments["Replica"].message
             reason = message.strip().splitlines()[-1].removeprefix("vitx.core.errors.")
@@ -51,7 +52,8 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
                 signal.signal(number, signal.SIG_DFL)
             log("vitx: draining; a second signal stops at once")
         finally:
-            serve.delete(APPLICATION)
+            if cluster_nodes():  # else it would wait for ever
+                serve.delete(APPLICATION)
 
 
 def _start_proxies(options: ServeOptions) -> str:
