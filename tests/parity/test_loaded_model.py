@@ -182,6 +182,10 @@ def test_what_is_neither_run_nor_bundle_is_refused(run: RunFolder, tmp_path: Pat
     assert str(caught.value) == f"'{tmp_path}' is neither a run nor a bundle: it has no run.json and no manifest.json"
     with pytest.raises(InputError, match=r"^no run or bundle at '.*none': expected a folder made by `vitx train` or `"):
         open_model(tmp_path / "none")
+    url = "'s3://bucket/tiny.vitx' is a URL: expected a path of this machine; copy it here first"
+    for given in ("s3://bucket/tiny.vitx", Path("s3://bucket/tiny.vitx")):
+        with pytest.raises(InputError, match=f"^{url}$"):
+            open_model(given)
     with pytest.raises(InputError) as caught:
         open_model(run.path, runtime="openvino")
     assert str(caught.value) == ("runtime openvino: a run's checkpoint runs in torch; export it to a bundle for others")

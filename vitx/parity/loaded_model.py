@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from vitx.core.bundle import MANIFEST, Bundle, Precision
 from vitx.core.errors import InputError
+from vitx.core.files import refuse_url
 from vitx.core.preprocess import Preprocessing, Triple
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
@@ -65,6 +66,7 @@ def open_model(
     runs no checkpoints.
     """
     path = Path(path)
+    refuse_url(path, "copy it here first")
     if (path / MANIFEST).is_file():
         return model_from_bundle(Bundle.open(path), runtime=runtime, device=device, threads=threads, use_twin=use_twin)
     if not path.is_dir():
