@@ -24,7 +24,7 @@ from bundle_fixture import (
 from epoch_row import epoch_row
 from faulty_disk import assert_old_or_new
 from vitx.core import files
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.files import make_folder
 from vitx.core.run import ModelSpec, RunFolder
 from vitx.export import bundling
@@ -128,8 +128,8 @@ def test_a_certificate_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
 
     def change(folder: Path) -> None:
         bundle = Bundle.open(folder / "graph.vitx")
-        session = NumpySession()  # the graph is not what is tested
-        candidate = LoadedModel("tiny", session, PREPROCESSING, LABELS, "colours", "0" * 64, bundle=bundle)
+        session, digest = NumpySession(), bundle.subject()[MANIFEST]  # the graph is not what is tested
+        candidate = LoadedModel("tiny", session, PREPROCESSING, LABELS, "colours", digest, bundle=bundle)
         certify_models(reference, candidate, images, device="cpu", max_flip_rate=0.2, write=True, quiet=True)
 
     def read(folder: Path) -> str | None:

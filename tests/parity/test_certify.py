@@ -14,24 +14,26 @@ import pytest
 from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
 from table_session import PIXEL, TableSession, numbered_images
-from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, FileEntry
+from vitx.core.bundle import CERTIFICATE, MANIFEST, SIGNATURE, Bundle, FileEntry
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import sha256_file
+from vitx.core.files import replace_folder, sha256_file
 from vitx.core.machine import cpu_architecture, describe_machine
 from vitx.core.tensorrt_plan import Profile
 from vitx.data.image_set import ImageSet
+from vitx.export.engines import tensorrt_graph
 from vitx.parity import certification
 from vitx.parity.certification import (
     AcceptanceCriteria,
     bundle_batch_sizes,
     certify,
     certify_models,
+    check_graph,
     check_provider,
 )
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.statistics import clopper_pearson_upper
-from vitx.runtimes.session import Float32Array
+from vitx.runtimes.session import Float32Array, executable_of
 
 # Of labels 0, 0, 1, 1 the reference has all but the last right.
 REFERENCE: list[list[float]] = [[1, 0], [2, 0], [0, 1.5], [1, 0]]
@@ -190,7 +192,8 @@ def images() -> ImageSet:
 def model(bundle: Bundle | None = None, **changes: Any) -> LoadedModel:
     session = TableSession(LOGITS)
     name = "the network" if bundle is None else f"{bundle.path} in onnxruntime"
-    plain = LoadedModel(name, session, PIXEL, LABELS, data="numbers", sha256="7" * 64, bundle=bundle)
+    digest = "7" * 64 if bundle is None else bundle.subject()[MANIFEST]
+    plain = LoadedModel(name, session, PIXEL, LABELS, data="numbers", sha256=digest, bundle=bundle)
     return replace(plain, **changes)
 
 
@@ -215,6 +218,20 @@ def test_a_failure_is_written_too(bundle: Bundle, images: ImageSet) -> None:
     certificate = certify_models(model(), other, images, write=True, quiet=True)
     assert certificate.verdict == "fail"
     assert bundle.certificate() == certificate
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_bundle_that_was_replaced_meanwhile_gets_no_certificate(
+    bundle: Bundle, images: ImageSet, tmp_path: Path, write: bool
+) -> None:
+    """Another export had put other preprocessing beside the same graph, and was certified by what ran before it."""
+    loaded, new = model(bundle), write_bundle(tmp_path / "new.vitx", name="another")
+    certified = certify_models(model(), model(new), images, write=True, quiet=True)
+    replace_folder(new.path, bundle.path)
+    with pytest.raises(CheckFailed) as caught:
+        certify_models(model(), loaded, images, write=write, quiet=True)
+    assert str(caught.value) == f"'{bundle.path}' was replaced while it was compared: compare it again"
+    assert Bundle.open(bundle.path).require_certificate() == certified
 
 
 def test_what_a_full_disk_does_not_take_is_said(
@@ -263,6 +280,83 @@ def test_an_ir_that_nothing_judged_is_told(
     of_ir.artefacts = ("openvino/model.xml",)
     certify_models(model(), model(with_ir, session=of_ir), images, write=True, quiet=True)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(1e-4, "pass"), (1.1e-4, "fail")])
+def test_the_witness_set_s_logits_are_within_the_limit_too(
+    bundle: Bundle, images: ImageSet, monkeypatch: pytest.MonkeyPatch, error: float, verdict: str
+) -> None:
+    """It runs in batches of another size. Of a failed comparison nothing more is run."""
+    asked: list[tuple[Any, ...]] = []
+    failing = model(bundle, session=TableSession(LOGITS + 1))
+    of_set = certify_models(model(), model(bundle), images, quiet=True).as_verdict(
+        executable_of(bundle.subject(), failing.session)
+    )
+    of_set = of_set.model_copy(update={"max_logit_error": error, "reasons": ("too far",), "evidence": "witness set"})
+    monkeypatch.setattr(certification, "verdicts_of_bundle", lambda *given, quiet: [asked.append(given) or of_set])
+    assert certify_models(model(), failing, images, write=True, quiet=True).verdict == "fail"
+    assert asked == []
+    written = certify_models(model(), model(bundle), images, runtimes=("one",), device="cpu", write=True, quiet=True)
+    assert asked == [(bundle, 0.01, "cpu", ("one",))]
+    assert written.verdict == verdict
+    if verdict == "fail":
+        assert written.reasons == ("the witness set, in batches of 16: too far",)
+
+
+def test_a_new_certificate_needs_a_new_signature(
+    bundle: Bundle, images: ImageSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bundle.path / SIGNATURE).write_text("{}")
+    certify_models(model(), model(bundle), images, write=True, quiet=True)
+    assert capsys.readouterr().err == (
+        f"warning: '{bundle.path / SIGNATURE}' was made with the certificate before and does not hold any more: sign "
+        "it anew\n"
+    )
+
+
+@pytest.mark.parametrize("which", ["reference", "candidate"])
+@pytest.mark.parametrize(
+    ("changes", "weights", "fault"),
+    [
+        ({}, "none", None),
+        ({"opset": 20}, "fp32", "is of opset 18, and manifest.json says 20"),
+        ({"precision": "int8"}, "fp32", "has weights in fp32, and manifest.json says int8"),
+        ({"precision": "int8", "lowering": {"not_quantized": ["all"]}}, "fp32", None),
+        ({"precision": "fp16", "islands": ("all",)}, "fp32", None),
+        ({"precision": "fp16"}, "fp32, fp16", None),
+        ({}, "fp16", "has weights in fp16, and manifest.json says fp32"),
+    ],
+)
+def test_the_graph_of_both_is_what_its_manifest_says(
+    *,
+    bundle: Bundle,
+    images: ImageSet,
+    monkeypatch: pytest.MonkeyPatch,
+    which: str,
+    changes: Any,
+    weights: str,
+    fault: Any,
+) -> None:
+    """A coarser precision would widen the limit of its logits."""
+    monkeypatch.setattr(tensorrt_graph, "precision_of", lambda graph: weights)
+    of_bundle = model(Bundle(bundle.path, bundle.manifest.model_copy(update=changes)))
+    pair = (of_bundle, model()) if which == "reference" else (model(), of_bundle)
+    if fault is None:
+        assert certify_models(*pair, images, quiet=True).verdict == "pass"
+        return
+    with pytest.raises(CheckFailed) as caught:
+        certify_models(*pair, images, quiet=True)
+    assert str(caught.value) == f"'{bundle.model_path}' {fault}: export it again"
+
+
+def test_where_no_onnx_is_installed_it_is_said_that_the_graph_is_not_looked_at(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(certification, "find_spec", lambda name: None)
+    check_graph(bundle, quiet=True)
+    check_graph(bundle, quiet=False)
+    said = "parity: the graph is not held against the manifest's precision: onnx is not installed"
+    assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_nothing_is_written_unasked(bundle: Bundle, images: ImageSet) -> None:
@@ -321,7 +415,12 @@ def test_the_coarser_precision_of_the_two_sets_the_limit(images: ImageSet, preci
     assert certificate.max_logit_error_allowed == pytest.approx(0.5 * LOGITS.astype(np.float64).std(), abs=1e-9)
 
 
-def test_batch_sizes_are_those_asked_for_or_those_of_the_plans(bundle: Bundle, images: ImageSet) -> None:
+def test_batch_sizes_are_those_asked_for_or_those_of_the_plans(
+    bundle: Bundle, images: ImageSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = certify_models(model(), model(), images.subset(np.arange(5)), max_flip_rate=0.6)
+    assert few.batch_sizes == (1, 2)
+    assert "parity: batches of 7, 32 are not compared, there are 5 images\n" in capsys.readouterr().err
     planned = add_plan(bundle, "tensorrt", profiles=(Profile(minimum=3, optimum=4, maximum=5),))
     assert certify_models(model(), model(planned), images, quiet=True).batch_sizes == (1, 2, 3, 4, 5, 7, 32)
     assert certify_models(model(planned), model(), images, quiet=True).batch_sizes == (1, 2, 7, 32)

@@ -15,7 +15,7 @@ from torch import nn
 from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
 from table_session import PIXEL, Change, TableSession, numbered_images
-from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import Profile
@@ -54,7 +54,7 @@ class Models:
             PIXEL,
             LABELS,
             data=f"data of {path}",
-            sha256="0" * 64,
+            sha256=self.bundle.subject()[MANIFEST] if path == BUNDLE else "0" * 64,
             run=RunFolder(path) if path == RUN else None,
             bundle=self.bundle if path == BUNDLE else None,
             network=self.network if path == RUN else None,

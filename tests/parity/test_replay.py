@@ -187,14 +187,3 @@ def test_a_manifest_of_another_graph_is_refused(
         code, _, err = vitx("parity", *command, "--device", "cpu", "--quiet")
         assert code == 1
         assert f"error: '{bundle.model_path}' {fault}: export it again" in err
-
-
-def test_where_no_onnx_is_installed_it_is_said_that_the_graph_is_not_looked_at(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from vitx.parity import certification
-
-    monkeypatch.setattr(certification, "find_spec", lambda name: None)
-    certification.check_graph(bundle)
-    said = "parity: the graph is not held against the manifest's precision: onnx is not installed"
-    assert capsys.readouterr().err.strip() == said

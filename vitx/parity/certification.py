@@ -139,8 +139,8 @@ def certify_models(
     token_similarity: called once the checks below have passed, for it takes a pass over some images. add_evidence:
     called before a passing certificate is written; it may put a witness set into the bundle, and returns the bundle
     with it. Raises InputError when a model's classes are not the images' or the images are too few, CheckFailed for a
-    stale engine, for a manifest of another precision than its graph's, and for a session that does not run where it was
-    asked to.
+    stale engine, for a manifest of another precision than its graph's, for a session that does not run where it was
+    asked to, and for a bundle that another has replaced meanwhile.
     """
     for model in (reference, candidate):
         check_labels(images, model.labels)
@@ -168,6 +168,8 @@ def certify_models(
         batch_sizes=criteria.batch_sizes,
         quiet=quiet,
     )
+    if bundle and bundle.subject()[MANIFEST] != candidate.sha256:
+        raise CheckFailed(f"'{bundle.path}' was replaced while it was compared: compare it again")
     certificate = _certificate(
         *(comparison, criteria, measured),
         subject=bundle.subject() if bundle else {},
@@ -268,7 +270,7 @@ def record_verdicts(bundle: Bundle, certificate: Certificate, verdicts: Sequence
     return written
 
 
-def warn_of_other_weights(bundle: Bundle, digest: str, which: str, *, quiet: bool = False) -> None:
+def warn_of_other_weights(bundle: Bundle, digest: str, which: str, *, quiet: bool) -> None:
     """Log that a bundle was exported from other weights than it is compared with; the comparison decides, not this."""
     if digest != bundle.manifest.provenance.checkpoint_sha256:
         log(f"parity: '{bundle.path}' was exported from other weights than this run's '{which}'", quiet=quiet)
@@ -285,7 +287,7 @@ def check_engines(bundle: Bundle) -> None:
             )
 
 
-def check_graph(bundle: Bundle, *, quiet: bool = False) -> None:
+def check_graph(bundle: Bundle, *, quiet: bool) -> None:
     """Raise CheckFailed where the manifest says another operator set or precision than the bundle's graph has.
 
     A coarser precision would widen the limit of its logits.
