@@ -1,5 +1,6 @@
 """A bundle is opened only whole, and served only with a certificate of its own files."""
 
+import errno
 import json
 import re
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx.external_data_helper import set_external_data
+from pydantic import ValidationError
 
 from bundle_fixture import IMAGE_SIZE, LABELS, add_files, certificate, with_embedding, write_bundle
+from vitx.core import bundle as core_bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, Bundle, FileEntry, Manifest, timestamp
 from vitx.core.certificate import Certificate
 from vitx.core.errors import CheckFailed, InputError
@@ -91,6 +94,10 @@ def test_the_name_of_another_file_is_found_where_it_lies_in_two_blocks(bundle: B
     graph[where : where + 9] = b"\x08location"
     with pytest.raises(InputError, match="has external data"):
         Bundle.open(add_files(bundle, {"embedding.onnx": bytes(graph)}).path)
+
+
+def test_what_is_no_graph_may_have_any_bytes(bundle: Bundle) -> None:
+    add_files(bundle, {"openvino/model.bin": b"\x08location", "empty.onnx": b""})
 
 
 def test_a_graph_that_is_cut_while_it_is_read_does_not_end_the_process(bundle: Bundle) -> None:
@@ -222,6 +229,63 @@ def test_a_certificate_that_is_written_while_it_is_judged_is_not_taken_for_the_j
 
     with pytest.raises(CheckFailed, match="was changed after it was written"):
         Overtaken(bundle.path, bundle.manifest).require_certificate()
+
+
+def test_the_summary_is_of_the_manifest_and_the_certificate(bundle: Bundle) -> None:
+    bundle = with_embedding(add_files(bundle, {"engines/a.plan": bytes(1_234_000)}))
+    size = sum(path.stat().st_size for path in bundle.path.rglob("*") if path.is_file() and path.name != MANIFEST)
+    about = {
+        "bundle": str(bundle.path),
+        "model": "tiny",
+        "size_mb": round(size / 1e6, 2),
+        "precision": "fp32",
+        "islands": 0,
+        "opset": 18,
+        "rewrites": "",
+        "files": "model.onnx, engines/a.plan, outputs/embedding.onnx",
+        "outputs": "embedding",
+    }
+    assert bundle.summary() == {**about, "verdict": "not certified"}
+    write_json(bundle.path / CERTIFICATE, certificate(subject=bundle.subject()).sealed())
+    measured = {"verdict": "pass", "images": 300, "flips": 0, "flip_rate_bound": 0.01, "max_logit_error": 1e-5}
+    assert bundle.summary() == {**about, **measured}
+
+
+def test_an_output_that_a_bundle_has_not_is_named(bundle: Bundle) -> None:
+    content = with_embedding(bundle).manifest.model_dump(mode="json")
+    Bundle(bundle.path, Manifest.model_validate(content)).require_outputs(["embedding"])
+    with pytest.raises(InputError) as caught:
+        bundle.require_outputs(["embedding"])
+    fault = f"'{bundle.path}' has no output 'embedding' (logits alone): export it again with --output embedding"
+    assert str(caught.value) == fault
+    del content["files"]["outputs/embedding.onnx"]
+    with pytest.raises(
+        ValidationError, match=r"lists the output embedding and not outputs/embedding\.onnx, which comp"
+    ):
+        Manifest.model_validate(content)
+    content["files"]["outputs/embedding.onnx"] = content["files"]["model.onnx"]
+    content["outputs"] *= 2
+    with pytest.raises(ValidationError, match="lists the output embedding twice"):
+        Manifest.model_validate(content)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space, and bench it again"),
+        (errno.EROFS, "bench a copy that can be written"),
+    ],
+)
+def test_latencies_that_cannot_be_kept_are_told(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, remedy: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(core_bundle, "write_json", refuse)
+    bundle.record_latency(Latency(runtime={}, machine=describe_machine(), points=(), created="now"))
+    said = f"vitx: what was measured is not kept in the bundle ([Errno {number}] refused): {remedy}\n"
+    assert capsys.readouterr().err == said
 
 
 def test_latencies_of_other_machines_stay(bundle: Bundle) -> None:

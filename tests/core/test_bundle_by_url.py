@@ -249,9 +249,11 @@ def test_a_bundle_that_was_replaced_in_a_store_that_remembers_listings_is_read_a
 def test_a_new_certificate_is_another_copy_and_the_old_one_stays(store: Any) -> None:
     first = Bundle.open("memory://b/tiny.vitx")
     store.pipe(f"/b/tiny.vitx/{CERTIFICATE}", b"{}")
+    store.pipe(f"/b/tiny.vitx/{LATENCY}", b"measured")
     second = Bundle.open("memory://b/tiny.vitx")
     assert second.path != first.path
     assert (second.path / CERTIFICATE).read_bytes() == b"{}"
+    assert (second.path / LATENCY).read_bytes() == b"measured"
     assert first.path.is_dir()
 
 

@@ -293,11 +293,15 @@ def test_the_witness_set_s_logits_are_within_the_limit_too(
         executable_of(bundle.subject(), failing.session)
     )
     of_set = of_set.model_copy(update={"max_logit_error": error, "reasons": ("too far",), "evidence": "witness set"})
+    kept: list[Any] = []
     monkeypatch.setattr(certification, "verdicts_of_bundle", lambda *given, quiet: [asked.append(given) or of_set])
+    monkeypatch.setattr(certification, "keep_verdict", lambda *given: kept.append(given))
     assert certify_models(model(), failing, images, write=True, quiet=True).verdict == "fail"
     assert asked == []
     written = certify_models(model(), model(bundle), images, runtimes=("one",), device="cpu", write=True, quiet=True)
     assert asked == [(bundle, 0.01, "cpu", ("one",))]
+    assert kept[0] == (bundle, of_set)
+    assert all(verdict.evidence == "witness set" for _, verdict in kept)
     assert written.verdict == verdict
     if verdict == "fail":
         assert written.reasons == ("the witness set, in batches of 16: too far",)

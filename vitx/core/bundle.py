@@ -184,7 +184,7 @@ class Bundle:
         for name, entry in manifest.files.items():
             if (found := (folder / name).stat().st_size) != entry.size:
                 raise InputError(f"{folder / name} has {found} bytes: {MANIFEST} says {entry.size}, export it again")
-            if name.endswith(".onnx") and entry.size:
+            if name.endswith(".onnx"):
                 _require_no_external_data(folder / name)
         return cls(folder, manifest)
 
