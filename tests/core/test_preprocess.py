@@ -439,3 +439,19 @@ def test_too_many_open_files_are_no_fault_of_an_image(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="Too many open files") as error:
         decode(b"")
     assert not isinstance(error.value, ImageError)
+
+
+@pytest.mark.parametrize(("size", "rows", "columns"), [((8, 4), 2, 4), ((4, 8), 4, 2)])
+def test_a_border_is_the_mean_around_the_whole_image(size: tuple[int, int], rows: int, columns: int) -> None:
+    border = Preprocessing(image_size=4, crop_mode="border", mean=(0.2, 0.4, 0.6), interpolation="nearest")
+    square = border.apply(Image.new("RGB", size, (9, 9, 9)))
+    inside = (square == 9).all(axis=2)
+    assert (inside.any(axis=1).sum(), inside.any(axis=0).sum(), inside.sum()) == (rows, columns, 8)
+    assert (square[~inside] == [51, 102, 153]).all()
+
+
+def test_a_mean_is_within_the_range_of_a_byte() -> None:
+    assert Preprocessing(image_size=4, mean=(-255, 0, 255)).mean == (-255, 0, 255)
+    for beyond in (-255.5, 255.5):
+        with pytest.raises(ValueError, match=r"mean\.1"):
+            Preprocessing(image_size=4, mean=(0, beyond, 0))
