@@ -9,10 +9,11 @@ import torch
 from timm.layers import Mlp, RmsNorm, StdConv2d
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from reference import randomize
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.export.rewrite.canonical import canonical_blocks
 from vitx.export.rewrite.folds import fold_residual_scale, last_norm
@@ -248,8 +249,10 @@ def _shared_or_changed(case: str) -> Any:
         second.mlp.fc1.__class__ = LowRank
     elif case == "head of a subclass":
         model.head.__class__ = LowRank
-    elif case == "a hook":
-        first.attn.proj.register_forward_hook(lambda module, given, out: 2 * out)
+    elif case.startswith("a hook of "):
+        model.get_submodule(case.removeprefix("a hook of ")).register_forward_hook(
+            lambda module, given, out: 2 * out - out.mean(dim=1, keepdim=True)
+        )
     elif case == "weight norm":
         weight_norm(second.mlp.fc2)
     else:
@@ -261,7 +264,9 @@ def _shared_or_changed(case: str) -> Any:
     "case",
     [
         *("block twice", "MLP twice", "norm twice", "weight twice", "qkv of a subclass", "layer of a subclass"),
-        *("head of a subclass", "a hook", "weight norm", "tokens", "logits"),
+        *("head of a subclass", "weight norm", "tokens", "logits"),
+        *(f"a hook of {name}" for name in ("blocks", "norm", "head_drop", "blocks.0.attn.proj", "blocks.1.mlp.drop1")),
+        *("a hook of blocks.0.attn.attn_drop", "a hook of pos_drop"),
     ],
 )
 def test_what_is_used_twice_or_computes_something_else_is_left_alone(case: str) -> None:
@@ -270,6 +275,15 @@ def test_what_is_used_twice_or_computes_something_else_is_left_alone(case: str) 
     with torch.inference_mode():
         found = rewrite_for_export(model, images="float", rewrites=tuple(REWRITES))(pixels)
         torch.testing.assert_close(found, model(pixels), rtol=1e-9, atol=1e-9)
+
+
+def test_weights_that_a_hook_computes_are_made_permanent_first() -> None:
+    model = vitx_network()
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    with pytest.raises(InputError, match=r"^the network cannot be copied: .* Make pruning or .*prune\.remove"):
+        rewrite_for_export(model, images="float")
+    prune.remove(model.head, "weight")
+    rewrite_for_export(model, images="float")
 
 
 def test_the_rewrite_that_changes_a_network_is_named() -> None:

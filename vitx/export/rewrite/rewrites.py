@@ -12,7 +12,7 @@ from timm.layers import DropPath
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
-from vitx.core.errors import CheckFailed, InputError, unknown_name
+from vitx.core.errors import CheckFailed, InputError, first_line, unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph.tracing import any_tensor, failure_of
 from vitx.export.rewrite.canonical import is_plain
@@ -113,7 +113,7 @@ def reparameterize(classifier: ImageClassifier) -> int:
 
 def remove_dead_outputs(classifier: ImageClassifier) -> int:
     """9. Remove what evaluation does not use: the patch head, dropout, drop path; return how many."""
-    dead = [(name, module) for name, module in classifier.named_modules() if isinstance(module, nn.Dropout | DropPath)]
+    dead = [(name, module) for name, module in classifier.named_modules() if is_plain(module, nn.Dropout, DropPath)]
     for name, _ in dead:
         parent, _, child = name.rpartition(".")
         setattr(classifier.get_submodule(parent), child, nn.Identity().train(classifier.training))
@@ -166,9 +166,16 @@ def rewrite_for_export(
     With `images="uint8"` the copy takes uint8 (N, S, S, 3) and needs `preprocessing`; with "float" it takes the model's
     own input, normalised (N, 3, S, S), and the normalisation fold does not apply.
     `model` may be any classifier of timm's: the blocks of vision transformers are rewritten, and a rewrite that finds
-    nothing changes nothing. Raises InputError for an unknown rewrite.
+    nothing changes nothing. Raises InputError for an unknown rewrite, and for weights that PyTorch does not copy.
     """
-    classifier = ImageClassifier(copy.deepcopy(model).eval(), preprocessing or Preprocessing(image_size=1)).eval()
+    try:
+        copied = copy.deepcopy(model).eval()
+    except RuntimeError as reason:  # of weights that a hook computes of others
+        raise InputError(
+            f"the network cannot be copied: {first_line(reason)} Make pruning or weight normalisation permanent before "
+            "(torch.nn.utils.prune.remove, remove_weight_norm)"
+        ) from None
+    classifier = ImageClassifier(copied, preprocessing or Preprocessing(image_size=1)).eval()
     applied_rewrites(classifier, [name for name in rewrites if images == "uint8" or name != "fold-normalization"])
     if images == "float":
         return classifier.model
