@@ -253,8 +253,11 @@ def test_weights_that_are_not_numbers_are_named(tmp_path: Path) -> None:
     model: Any = timm.create_model("deit_digits", depth=1).eval()
     with torch.no_grad():
         model.head.weight[0, 0] = float("nan")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"the graph of before")
     with pytest.raises(CheckFailed, match="its weights hold NaN or infinity"):
-        onnx_from_model(ImageClassifier(model, PREPROCESSING).eval(), PREPROCESSING, (), tmp_path / "model.onnx")
+        onnx_from_model(ImageClassifier(model, PREPROCESSING).eval(), PREPROCESSING, (), path)
+    assert [path.read_bytes(), *tmp_path.iterdir()] == [b"the graph of before", path]
 
 
 def test_a_graph_of_another_network_is_refused(exported: tuple[torch.nn.Module, Path]) -> None:
@@ -449,6 +452,7 @@ def test_a_graph_that_fails_onnx_s_check_is_refused(tmp_path: Path) -> None:
         CheckFailed, match=r"^ONNX's check refuses the graph: .*bfloat16.*; try another opset, or float32$"
     ):
         onnx_from_model(returning, pixels, tuple("abcde"), tmp_path / "model.onnx", opset=20)
+    assert not list(tmp_path.iterdir())
     graph = onnx_from_model(returning, pixels, tuple("abcde"), tmp_path / "model.onnx", opset=22, check=False)
     assert opset_of(graph) == 22
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from vitx.core.bundle import Precision
 from vitx.core.errors import CheckFailed, InputError, first_line
+from vitx.core.files import rename, sync
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph import CHECKED_BATCHES
 from vitx.export.graph.block_names import name_block_outputs
@@ -54,8 +56,9 @@ def onnx_from_model(
 ) -> onnx.ModelProto:
     """Write the graph of `classifier` to `path`: uint8 (N, S, S, 3) → float32 (N, C), N dynamic.
 
-    Labels and preprocessing go into the metadata properties. The file passes ONNX's full check. `opset` decides the
-    form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
+    Labels and preprocessing go into the metadata properties. The file passes ONNX's full check, and is put in place when
+    all checks have passed. `opset` decides the form of plain attention: below 23 two products around a Softmax, from 23
+    on one `Attention` node.
 
     Raises InputError for an opset outside 18 to 24, for a network whose weights do not fit one ONNX file, and for one
     that PyTorch's exporter cannot trace, that is on the meta device, or that returns anything but one float32 vector an
@@ -74,16 +77,20 @@ def onnx_from_model(
     )
     _require_logits(model, len(labels))
     _require_dynamic_batch(model)
-    write_onnx(model, path)
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as reason:
-        # As of layers in bfloat16, which convolutions take since opset 22.
-        raise CheckFailed(
-            f"ONNX's check refuses the graph: {first_line(reason)}; try another opset, or float32"
-        ) from None
-    if check:
-        require_equal(classifier, path, preprocessing.image_size)
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        write_onnx(model, written)
+        try:
+            onnx.checker.check_model(str(written), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as reason:
+            # As of layers in bfloat16, which convolutions take since opset 22.
+            raise CheckFailed(
+                f"ONNX's check refuses the graph: {first_line(reason)}; try another opset, or float32"
+            ) from None
+        if check:
+            require_equal(classifier, written, preprocessing.image_size)
+        sync(written)
+        rename(written, path)
     return onnx.load(str(path))
 
 
