@@ -207,6 +207,13 @@ def test_an_embedding_that_pads_the_image_keeps_the_subtraction() -> None:
     assert places_of_identities(model, size=18)["fold-normalization"] == 1
 
 
+@pytest.mark.parametrize("name", ["", "patch_embed"])
+def test_a_hook_sees_normalised_pixels(name: str) -> None:
+    model = timm_network()
+    model.get_submodule(name).register_forward_pre_hook(lambda module, given: (given[0].clamp(-1, 1),))
+    assert places_of_identities(model)["fold-normalization"] == 0
+
+
 class Around(nn.Module):
     """A module around a transformer that reads its tokens, or a weight, on its own."""
 

@@ -311,15 +311,15 @@ def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
     # Of the object too, where a function was put into it.
     same = all(getattr(getattr(module, name), "__func__", None) is getattr(known, name) for name in own)
     between = (module.blocks, module.norm, module.fc_norm, module.head_drop)  # the last block and the classifier
-    return module if same and not any(map(_has_hooks, between)) else None
+    return module if same and not any(map(has_hooks, between)) else None
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether it computes what one of these classes does: it is no subclass, and has no hooks."""
-    return type(module) in kinds and not _has_hooks(module) and "forward" not in vars(module)
+    return type(module) in kinds and not has_hooks(module) and "forward" not in vars(module)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks))
 
 
@@ -356,7 +356,7 @@ def classifiers(model: TimmVisionTransformer) -> list[nn.Module]:
 
 
 def _is_supported(module: nn.Module, tokens: int | None = None) -> bool:
-    if not is_plain(module, Block, TimmBlock, CaitBlock, FeatScaleBlock) or any(map(_has_hooks, module.modules())):
+    if not is_plain(module, Block, TimmBlock, CaitBlock, FeatScaleBlock) or any(map(has_hooks, module.modules())):
         return False
     block: Any = module
     scales = all(is_plain(scale, LayerScale, nn.Identity) for scale in _layer_scales(block))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitx.core.errors import CheckFailed, InputError, first_line, unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export.graph.tracing import any_tensor, failure_of
-from vitx.export.rewrite.canonical import is_plain
+from vitx.export.rewrite.canonical import has_hooks, is_plain
 from vitx.export.rewrite.folds import (
     compute_class_token_only,
     drop_row_constants,
@@ -276,7 +276,8 @@ def first_convolutions(model: nn.Module) -> list[nn.Conv2d]:
     # A subclass may pad or standardise its weights in its own forward pass.
     plain = [each for each in found if isinstance(each, nn.Conv2d) and is_plain(each, nn.Conv2d)]
     of_pixels = [each for each in plain if each.groups == 1 and each.in_channels == 3]
-    return of_pixels if len(of_pixels) == len(found) else []
+    # A hook on a module around them may change the pixels first.
+    return of_pixels if len(of_pixels) == len(found) and not any(map(has_hooks, modules.values())) else []
 
 
 def _is_padded(convolution: nn.Conv2d) -> bool:
