@@ -462,10 +462,12 @@ class AsFloat32(nn.Module):
         return logits.float()
 
 
-def test_a_network_without_values_is_refused(tmp_path: Path) -> None:
+def test_a_network_without_values_or_in_training_mode_is_refused(tmp_path: Path) -> None:
     classifier = ImageClassifier(nn.Sequential(nn.Conv2d(3, 5, 8), nn.Flatten()).to("meta"), PREPROCESSING).eval()
     with pytest.raises(InputError, match=r"^the network's weights have no values, for it is on the meta device: load"):
         onnx_from_model(classifier, PREPROCESSING, tuple("abcde"), tmp_path / "model.onnx")
+    with pytest.raises(InputError, match=r"^the network is in training mode: call its eval\(\) first$"):
+        onnx_from_model(classifier.train(), PREPROCESSING, tuple("abcde"), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 

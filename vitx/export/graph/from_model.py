@@ -61,8 +61,8 @@ def onnx_from_model(
     on one `Attention` node.
 
     Raises InputError for an opset outside 18 to 24, for a network whose weights do not fit one ONNX file, and for one
-    that PyTorch's exporter cannot trace, that is on the meta device, or that returns anything but one float32 vector an
-    image, with as many logits as there are labels (any number if there are none).
+    that PyTorch's exporter cannot trace, that is in training mode or on the meta device, or that returns anything but
+    one float32 vector an image, with as many logits as there are labels (any number if there are none).
     Raises CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, fails
     ONNX's check, or (with `check`, which runs it in ONNX Runtime) differs from the network at batches that were never
     traced.
@@ -109,6 +109,8 @@ def graph_of(
     wanted = DEFAULT_OPSET if opset is None else opset
     if wanted not in OPSETS:
         raise InputError(f"opset {wanted}: expected {OPSETS.start} to {OPSETS.stop - 1}")
+    if classifier.training:  # each pass would also change the statistics of its BatchNorms
+        raise InputError("the network is in training mode: call its eval() first")
     size = preprocessing.image_size
     device = any_tensor(classifier).device
     if device.type == "meta":
