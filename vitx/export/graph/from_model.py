@@ -56,9 +56,9 @@ def onnx_from_model(
 ) -> onnx.ModelProto:
     """Write the graph of `classifier` to `path`: uint8 (N, S, S, 3) → float32 (N, C), N dynamic.
 
-    Labels and preprocessing go into the metadata properties. The file passes ONNX's full check, and is put in place when
-    all checks have passed. `opset` decides the form of plain attention: below 23 two products around a Softmax, from 23
-    on one `Attention` node.
+    Labels and preprocessing go into the metadata properties. The file passes ONNX's full check, and is put in place
+    when all checks have passed. `opset` decides the form of plain attention: below 23 two products around a Softmax,
+    from 23 on one `Attention` node.
 
     Raises InputError for an opset outside 18 to 24, for a network whose weights do not fit one ONNX file, and for one
     that PyTorch's exporter cannot trace, that is in training mode or on the meta device, or that returns anything but
