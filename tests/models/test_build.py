@@ -17,6 +17,7 @@ from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.run import ModelSpec
 from vitx.models import Normalization, build_model, image_tensor, load_run_model, load_weights
 from vitx.models.device import choose_device
+from vitx.models.source import SourceRequest
 
 SPEC = ModelSpec(name="deit_digits", num_classes=7, kwargs={"depth": 1})
 
@@ -60,6 +61,13 @@ def test_a_network_and_its_pixels_are_float32_whatever_the_default_type() -> Non
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_network_that_was_loaded_in_inference_mode_can_be_differentiated() -> None:
+    with torch.inference_mode():
+        model = SourceRequest("model:deit_digits", weights="random").load().model
+    model(torch.zeros(1, 3, 32, 32)).sum().backward()
+    assert all(value.grad is not None for value in model.parameters())
 
 
 def test_a_network_may_be_named_with_the_tag_of_its_weights() -> None:

@@ -33,17 +33,18 @@ def require_network(name: str, kind: str = "model") -> None:
 
 
 @contextmanager
-def float32_by_default() -> Iterator[None]:
-    """Make what is built in the block float32, whatever a notebook has set as torch's default type."""
+def ordinary_tensors() -> Iterator[None]:
+    """Make what is built in the block float32 and differentiable, whatever default type or mode a notebook has set."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.inference_mode(False):
+            yield
     finally:
         torch.set_default_dtype(before)
 
 
-@float32_by_default()
+@ordinary_tensors()
 def build_model(spec: ModelSpec) -> nn.Module:
     """Build the network of `spec` with fresh weights; raise InputError for a name or argument timm does not know."""
     require_network(spec.name)

@@ -24,7 +24,7 @@ from vitx.core.errors import UNUSABLE, EnvironmentMissing, InputError, first_lin
 from vitx.core.files import refuse_url, write_bytes
 from vitx.core.run import ModelSpec
 from vitx.core.urls import without_password
-from vitx.models.build import entries_differ, float32_by_default, separate
+from vitx.models.build import entries_differ, ordinary_tensors, separate
 from vitx.models.recalibration import set_closed_form_means
 
 # Classifiers beside the one that timm names: a checkpoint may lack them, or have them for another number of classes.
@@ -135,7 +135,7 @@ def load_whole_checkpoint(model: nn.Module, path: Path) -> None:
         raise InputError(f"'{path}' has no classifier for these classes: {', '.join(missing)} would stay random")
 
 
-@float32_by_default()
+@ordinary_tensors()
 def published_model(spec: ModelSpec, remedy: str) -> nn.Module:
     """timm's network with the weights that it publishes, from the cache where the hub cannot be reached.
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from vitx.core.errors import InputError
-from vitx.models.build import float32_by_default
+from vitx.models.build import ordinary_tensors
 from vitx.models.device import choose_device
 from vitx.train.randomness import seeded
 
@@ -57,10 +57,9 @@ def device_to_train_on(device: str, *, deterministic: bool) -> Iterator[torch.de
         deterministic_algorithms() if deterministic else nullcontext(),
         own_generators(chosen := choose_device(device)),
         # A notebook may have switched gradients off, to float64, or to autocast.
-        torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(chosen.type, enabled=False),
-        float32_by_default(),
+        ordinary_tensors(),
     ):
         yield chosen
 
