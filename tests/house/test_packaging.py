@@ -61,9 +61,23 @@ def test_version_is_stated_once() -> None:
     assert vitx.__version__ == PYPROJECT["project"]["version"]
 
 
-def test_no_uvicorn_is_taken_that_starts_pipelined_requests_by_itself() -> None:
-    """Before 0.45 it has no `_start_asgi_task`: replies are written in one piece, a second request's never comes."""
-    requirements = map(Requirement, PYPROJECT["project"]["optional-dependencies"]["serve"])
-    (uvicorn,) = (one for one in requirements if one.name == "uvicorn")
-    assert "0.44.0" not in uvicorn.specifier
-    assert "0.45.0" in uvicorn.specifier
+@pytest.mark.parametrize(
+    ("extra", "name", "too_old", "oldest"),
+    [
+        # It has no `_start_asgi_task`: replies are written in one piece, a second pipelined request's never comes.
+        ("serve", "uvicorn", "0.44.0", "0.45.0"),
+        ("train", "timm", "1.0.25", "1.0.26"),  # its networks take no `is_causal`: no ViT of ours runs
+        ("export", "timm", "1.0.25", "1.0.26"),
+        (
+            "export",
+            "torch",
+            "2.9.1",
+            "2.10.0",
+        ),  # its exporter wants a batch that is never 1: no network of ours is traced
+    ],
+)
+def test_no_version_is_taken_with_which_nothing_works(extra: str, name: str, too_old: str, oldest: str) -> None:
+    requirements = map(Requirement, PYPROJECT["project"]["optional-dependencies"][extra])
+    (found,) = (one for one in requirements if one.name == name)
+    assert too_old not in found.specifier
+    assert oldest in found.specifier
