@@ -224,13 +224,16 @@ def test_what_an_edited_certificate_says_is_not_sealed_anew(
         ]
 
 
-def test_a_certificate_of_version_1_stays_what_it_is(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no list of executables: with one, its seal did not hold, and nothing loaded the bundle."""
-    old = checked().certificate.model_copy(update={"format_version": 1, "executables": ()}).sealed()
+def test_a_certificate_of_version_1_is_refused_and_written_anew(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = checked().certificate.model_copy(update={"format_version": 1}).sealed()
     (models.bundle.path / CERTIFICATE).write_bytes(old.file_bytes())
-    checked(runtime="openvino")
-    assert models.bundle.require_certificate() == old
-    assert "is of version 1, which lists no runtimes: `vitx parity RUN BUNDLE` writes it" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"certificate\.json.*format_version: Input should be 2"):
+        models.bundle.require_certificate()
+    assert checked().written
+    assert models.bundle.require_certificate().format_version == 2
+    assert "nothing of the certificate is kept: " in capsys.readouterr().err
 
 
 def test_what_passes_has_no_failures_and_no_notes(models: Models) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from vitx.core.files import Record, SealedRecord, json_bytes
+from vitx.core.files import Record, SealedRecord
 from vitx.core.machine import describe_machine
 
 
@@ -108,13 +108,9 @@ class Verdict(Record):
 
 
 class Certificate(SealedRecord):
-    """Reference against candidate on the same images (docs/maths.md §6), and the verdicts on all executables.
+    """Reference against candidate on the same images (docs/maths.md §6), and the verdicts on all executables."""
 
-    Version 1 had no list of executables. It is read as a certificate of ONNX Runtime on a CPU, which is what it was
-    measured on.
-    """
-
-    format_version: Literal[1, 2] = 2
+    format_version: Literal[2] = 2
     verdict: Literal["pass", "fail"]
     reasons: tuple[str, ...]
     subject: dict[str, str] = Field(description="sha256 of manifest.json and of every file it names")
@@ -153,7 +149,7 @@ class Certificate(SealedRecord):
     ece_candidate: float = 0.0
     token_similarity: TokenSimilarity | None = None
     classes_sha256: str = Field(default="", description="of the candidate's class of every image: int32, little endian")
-    executables: tuple[Verdict, ...] = Field((), description="one verdict each; empty in version 1")
+    executables: tuple[Verdict, ...] = Field((), description="one verdict each")
 
     @field_validator("token_similarity")
     @classmethod
@@ -176,9 +172,3 @@ class Certificate(SealedRecord):
             population=self.images,
             machine=describe_machine(),
         )
-
-    def file_bytes(self) -> bytes:
-        """As the file was written: version 1 without a list of executables."""
-        if self.format_version == 2:
-            return super().file_bytes()
-        return json_bytes(self.model_dump(mode="json", exclude={"executables"}))

@@ -237,17 +237,13 @@ def said_if_lost(measured: Certificate) -> Iterator[None]:
 def kept_certificate(bundle: Bundle) -> Certificate | None:
     """The certificate that a bundle has of its files as they are now, to be written again with other verdicts.
 
-    None, which is said, for one that was damaged or edited: sealed anew, it would pass for what was measured. And for
-    version 1, which has no place for verdicts.
+    None, which is said, for one that was damaged or edited: sealed anew, it would pass for what was measured.
     """
     path = bundle.path / CERTIFICATE
     if not path.is_file():
         return None
-    anew = "`vitx parity RUN BUNDLE` writes it anew"
     try:
-        certificate = read_sealed(path, Certificate, remedy=anew)
-        if certificate.format_version == 1:
-            raise InputError(f"{path} is of version 1, which lists no runtimes: {anew}")
+        certificate = read_sealed(path, Certificate, remedy="`vitx parity RUN BUNDLE` writes it anew")
     except VitxError as error:
         log(f"warning: nothing of the certificate is kept: {error}")
         return None

@@ -193,38 +193,15 @@ def test_the_last_verdict_on_an_executable_counts(bare: Bundle) -> None:
         require(bare)
 
 
-def version_1(bundle: Bundle) -> None:
-    """The certificate as version 1 wrote it: no list of executables."""
-    certificate = bundle.require_certificate().model_copy(update={"format_version": 1, "executables": (), "sha256": ""})
-    plain = {**json.loads(certificate.file_bytes()), "sha256": certificate.digest()}
-    assert "executables" not in plain
-    write_json(bundle.path / CERTIFICATE, plain)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_without_a_witness_set_no_output_is_certified(bare: Bundle, version: int) -> None:
-    """Nothing has measured it: neither version 1, which knows none, nor a verdict on logits with its files listed."""
+def test_without_a_witness_set_no_output_is_certified(bare: Bundle) -> None:
+    """A verdict on logits measured nothing of it, though its files are listed."""
     bundle = with_embedding(bare)
     with load_session(bundle, "onnxruntime-cpu", device="cpu", threads=1, outputs=("embedding",)) as session:
         (verdict,) = read_record(bundle.path / CERTIFICATE, Certificate).executables
         whole = verdict.model_copy(update={"executable": executable_of(bundle.subject(), session)})
         seal_certificate(bundle, executables=(whole,))
-        if version == 1:
-            version_1(bundle)
         with pytest.raises(CheckFailed, match="no witness set, which alone certifies embedding"):
             require_verdict(bundle, session)
-
-
-def test_version_1_covers_onnx_runtime_on_a_cpu_only(bare: Bundle) -> None:
-    version_1(bare)
-    assert bare.require_certificate().format_version == 1
-    assert require(bare).evidence == "evaluation split"
-    with pytest.raises(CheckFailed, match="is of version 1 and covers ONNX Runtime on a CPU only, not openvino"):
-        require(bare, "openvino")
-    path = bare.path / CERTIFICATE
-    path.write_bytes(path.read_bytes().replace(b'"tiny"', b'"timy"'))
-    with pytest.raises(CheckFailed, match="was changed after it was written"):
-        require(bare)
 
 
 def test_a_session_of_one_s_own_has_a_verdict_by_the_witness_set(witnessed: Bundle) -> None:

@@ -100,13 +100,6 @@ def _certified(bundle: Bundle, certificate: Certificate, executable: Executable)
         f"compare it with the run here: `vitx parity RUN BUNDLE --runtime {executable.runtime}`, or export the bundle "
         "again, with a witness set (--witness)"
     )
-    if certificate.format_version == 1:
-        if executable.runtime == "onnxruntime" and executable.provider == "CPUExecutionProvider":
-            return certificate.as_verdict(executable)
-        raise CheckFailed(
-            f"the certificate of '{bundle.path}' is of version 1 and covers ONNX Runtime on a CPU only, not "
-            f"{executable}: certify it anew, `vitx parity RUN BUNDLE`; then {remedy}"
-        )
     found = certificate.verdict_of(executable)
     if found is None:
         raise CheckFailed(f"no verdict on {executable} of '{bundle.path}'{_nearest(certificate, executable)}: {remedy}")
