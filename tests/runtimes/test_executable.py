@@ -7,8 +7,9 @@ import pytest
 
 from vitx.core.errors import InputError
 from vitx.core.machine import Gpu, cpu_architecture
+from vitx.core.options import DEVICES, device_name
 from vitx.runtimes import session as module
-from vitx.runtimes.session import Session, check_images, device_name, executable_of, is_cpu, outputs_of
+from vitx.runtimes.session import Session, check_images, executable_of, is_cpu, outputs_of
 
 SUBJECT = {"model.onnx": "a" * 64, "outputs/embedding.onnx": "b" * 64, "manifest.json": "c" * 64}
 
@@ -63,7 +64,7 @@ def test_of_what_is_not_told_nothing_is_known() -> None:
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, expected in (((), {"cpu": True, "auto": True, "cuda": False}), ((Gpu("A", "sm89"),), {"cpu": True})):
         monkeypatch.setattr(module, "local_gpus", lambda gpus=gpus: gpus)
-        assert {name: is_cpu(device_name(name)) for name in module.DEVICES} == {"auto": False, "cuda": False} | expected
+        assert {name: is_cpu(device_name(name)) for name in DEVICES} == {"auto": False, "cuda": False} | expected
     with pytest.raises(InputError, match=r"^unknown device 'gpu': did you mean cpu\? known: auto, cpu, cuda$"):
         device_name("gpu")
 

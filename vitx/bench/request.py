@@ -18,12 +18,13 @@ from vitx.core.errors import InputError, VitxError
 from vitx.core.files import Record
 from vitx.core.latency import Tuning
 from vitx.core.machine import describe_machine, usable_cores
+from vitx.core.options import device_name
 from vitx.core.preprocess import ImageError
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import serving_setting
 from vitx.runtimes.requirements import require
-from vitx.runtimes.session import Session, device_name, image_shape
+from vitx.runtimes.session import Session, image_shape
 from vitx.serve.models.loading import fitted, load_warm, measure_curve
 from vitx.serve.options import ServeOptions
 

@@ -7,11 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator
 
+from vitx.core.errors import unknown_name
 from vitx.core.files import Record
 
 _BEYOND = 2**31
 _SIZE = re.compile(r"\s*(\d+\s*b?|\d*\.?\d+\s*[kmgtpe]\w*)\s*", re.ASCII | re.IGNORECASE)
 MAX_BATCH = 65536  # images
+
+
+def device_name(name: str) -> "Device":
+    """Return `name` as a device; raise InputError for another name."""
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    return name
 
 
 class Options(Record):
@@ -68,6 +76,7 @@ Checkpoint = Literal["best", "last", "best-raw", "last-raw"]
 CHECKPOINT_HELP = "Which checkpoint of the run; raw: the weights as trained, not their average."
 THREADS_HELP = "Threads of one session. Default: all cores."
 Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = get_args(Device)
 DeviceOption = Annotated[Device, Field(description=DEVICE_HELP)]
 DataOption = Annotated[str | None, Field(description=DATA_HELP, min_length=1)]
 CheckpointOption = Annotated[Checkpoint, Field(description=CHECKPOINT_HELP)]

@@ -4,8 +4,15 @@ import os
 
 import torch
 
-from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.errors import EnvironmentMissing
 from vitx.core.machine import usable_cores
+from vitx.core.options import Device, device_name
+
+
+def check_device(device: Device) -> None:
+    """Raise EnvironmentMissing where torch cannot run on `device`."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -13,10 +20,7 @@ def choose_device(name: str = "auto") -> torch.device:
 
     On a CPU torch's threads become no more than `usable_cores`: of a container's limit torch does not know.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device '{name}': expected auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentMissing("no CUDA device is available to torch: pass --device cpu, or install a GPU driver")
+    check_device(name := device_name(name))
     if name == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         return torch.device("cpu")

@@ -17,6 +17,7 @@ from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.core.files import read_sealed, sha256_file, write_json
+from vitx.core.options import device_name
 from vitx.core.preprocess import Preprocessing
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
@@ -28,7 +29,7 @@ from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
 from vitx.runtimes.openvino import IR
 from vitx.runtimes.plan_choice import plans_of
-from vitx.runtimes.session import Session, device_name, executable_of
+from vitx.runtimes.session import Session, executable_of
 
 
 @dataclass(frozen=True)

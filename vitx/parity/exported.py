@@ -12,6 +12,7 @@ from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.core.files import write_json
+from vitx.core.options import device_name
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
@@ -29,7 +30,6 @@ from vitx.parity.signature import check_private_key, sign_bundle
 from vitx.parity.statistics import flips_allowed
 from vitx.parity.trace import failure_notes, measure_token_similarity
 from vitx.parity.verdict import check_image_count
-from vitx.runtimes.session import device_name
 from vitx.runtimes.torch import TorchSession, check_device
 
 
@@ -49,7 +49,7 @@ def export_certified(
     request = source_request(target, options, weights)
     if request.is_model and options.data is None and not options.uncertified:
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
-    check_device(device_name(options.device))
+    check_device(options.device)
     if options.sign is not None:
         check_private_key(options.sign)
     if options.calibration is not None:  # found later, --for cpu would take it for a reason to leave the int8 graph out

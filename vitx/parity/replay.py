@@ -34,7 +34,7 @@ from vitx.parity.executables.refuted import refuted
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 from vitx.parity.options import ParityOptions
 from vitx.parity.verdict import check_labels, judge
-from vitx.runtimes.session import Session, device_name
+from vitx.runtimes.session import Session
 
 # A logit error may be this many times the certified one, or this large: another processor sums in another order.
 ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
@@ -110,9 +110,8 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
         numbers = replay(bundle, certificate, images, candidate.session, reference, quiet=quiet)
     listed = {each.executable.runtime for each in certificate.executables}
     runtimes = (*RUNTIMES_BY_DEFAULT, *(name for name in CANDIDATES if name in listed))
-    device = device_name(options.device)
-    here = verdicts_of_bundle(bundle, certificate.max_flip_rate, device, runtimes, quiet=quiet)
-    here += refuted(bundle, certificate.executables, here, device)
+    here = verdicts_of_bundle(bundle, certificate.max_flip_rate, options.device, runtimes, quiet=quiet)
+    here += refuted(bundle, certificate.executables, here, options.device)
     failed = [each.executable for each in certificate.executables if each.verdict == "fail"]
     refused = tuple(each for each in failed if each.runtime in CANDIDATES)
     return Replay(bundle, numbers, merged(certificate.executables, here), refused)

@@ -34,7 +34,6 @@ from vitx.predict.pipeline.disk import full_disk_explained, lost_disk_explained
 from vitx.predict.pipeline.executor import Output, Performance
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job, Worker
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.runtimes.session import device_name
 
 with naming_extra("ray"):
     import ray
@@ -173,12 +172,12 @@ class RayPool:
 
     ray: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`. threads
     and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest node.
-    Raises InputError for an unknown device or the address of a Ray client (ray://).
+    Raises InputError for the address of a Ray client (ray://).
     """
 
     def __init__(self, bundle: Bundle, options: PredictOptions) -> None:
         self._bundle, self._options = bundle, options
-        self._address, self._device = options.ray or LOCAL, device_name(options.device)
+        self._address = options.ray or LOCAL
         if self._address.startswith("ray://"):
             raise InputError(
                 f"--ray {self._address}: Ray Data does not run through a Ray client; run the command on a machine of "
@@ -247,7 +246,7 @@ class RayPool:
 
     def _wants_gpu(self, has_gpu: bool) -> bool:
         runtime = RUNTIMES.get(self._options.runtime)
-        device = self._device if runtime is None or runtime.device == "auto" else runtime.device
+        device = self._options.device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.core.files import is_utf8
-from vitx.core.options import MAX_THREADS
+from vitx.core.options import MAX_THREADS, device_name
 from vitx.runtimes.requirements import RUNTIMES, find, require
-from vitx.runtimes.session import Session, device_name
+from vitx.runtimes.session import Session
 
 
 def load_session(

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, final, get_args
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +11,13 @@ import numpy.typing as npt
 from vitx.core import options
 from vitx.core.bundle import MODEL, OUTPUTS, Bundle, output_file
 from vitx.core.certificate import Executable
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import InputError
 from vitx.core.machine import cpu_architecture, cuda_driver, local_architectures, local_gpus
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 
 Float32Array = npt.NDArray[np.float32]
 Device = options.Device
-DEVICES: tuple[Device, ...] = get_args(Device)
 LOGITS = "logits"
 
 
@@ -166,10 +165,3 @@ def image_shape(bundle: Bundle) -> tuple[int, int, int]:
     """(S, S, 3): the shape of one image, from the manifest."""
     height, width, channels = (int(size) for size in bundle.manifest.input.shape[1:])
     return height, width, channels
-
-
-def device_name(name: str) -> Device:
-    """Return `name` as a device; raise InputError for another name."""
-    if name not in DEVICES:
-        raise unknown_name("device", name, DEVICES)
-    return name

@@ -10,21 +10,16 @@ import torch
 from torch import nn
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, first_line, unknown_name
-from vitx.core.options import Checkpoint
+from vitx.core.options import Checkpoint, device_name
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
 from vitx.core.run import RunFolder, weights_file
 from vitx.models import image_tensor, load_run_model, reattention_impl
+from vitx.models.device import check_device as check_device  # parity, which sees no models, asks before it exports
 from vitx.models.flops import count_flops
 from vitx.models.outputs import recorded_outputs
 from vitx.runtimes.requirements import require
-from vitx.runtimes.session import Device, Float32Array, Session, check_images, device_name
-
-
-def check_device(device: Device) -> None:
-    """Raise EnvironmentMissing where torch cannot run on `device`."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
+from vitx.runtimes.session import Device, Float32Array, Session, check_images
 
 
 class TorchSession(Session):

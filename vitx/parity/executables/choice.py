@@ -10,6 +10,7 @@ from vitx.core.bundle import WITNESS, Bundle, timestamp
 from vitx.core.certificate import Verdict
 from vitx.core.console import log
 from vitx.core.errors import VitxError
+from vitx.core.options import device_name
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.executables.listing import runtimes_for
 from vitx.parity.executables.refuted import is_of_here
@@ -18,7 +19,7 @@ from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
 from vitx.parity.loaded_model import DEFAULT_RUNTIME
 from vitx.runtimes import load_session
 from vitx.runtimes.requirements import reported_name
-from vitx.runtimes.session import Device, Session, device_name, executable_of, image_shape, outputs_of
+from vitx.runtimes.session import Device, Session, executable_of, image_shape, outputs_of
 
 AUTO = "auto"
 # What a candidate is timed with: a batch to warm up and two that count, together an eighth of what its judgement takes.
