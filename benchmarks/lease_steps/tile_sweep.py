@@ -6,10 +6,12 @@ One launch is varied at a time, the others keep their tiles; what is timed is th
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -17,7 +19,8 @@ from lease_steps.attention_forms import SHAPES, TOYS, Shape, operands
 from lease_steps.step_report import Report
 from support.gpu_timing import SETS, first_line, timed
 from support.triton_interpreter import patch_interpreter
-from vitx.models.flash.reattention import Launch, Mixes, Tiles, forced_tiles
+from vitx.models.flash import reattention
+from vitx.models.flash.reattention import Launch, Mixes, Tiles
 
 SHOWN = 4
 SIDES = ((32, 16, 2), (16, 16, 1))
@@ -85,11 +88,21 @@ def one_pass(shape: Shape, launch: Launch, device: str) -> Callable[[int], Any]:
     return backward
 
 
+def with_tiles(job: Job) -> AbstractContextManager[object]:
+    """Inside, the job's launch runs with its tiles."""
+    own = reattention.tiles_of
+
+    def tiles_of(launch: Launch, heads: int, width: int) -> Tiles:
+        return job.tiles if launch == job.launch else own(launch, heads, width)
+
+    return patch.object(reattention, "tiles_of", tiles_of)
+
+
 def compile_job(device: str, job: Job) -> str:
     """Run the pass once, on one image; returns the error, empty for none."""
     try:
         call = one_pass((1, *job.shape[1:]), job.launch, device)
-        with forced_tiles(**{job.launch: job.tiles}):
+        with with_tiles(job):
             call(0)
         if device == "cuda":
             torch.cuda.synchronize()
@@ -154,7 +167,7 @@ def swept(report: Report, title: str, jobs: list[Job], problems: dict[Job, str] 
         times: dict[str, Any] = {"as it is": timed(call, report.device)}
         for job in jobs:
             if job.launch == launch:
-                with forced_tiles(**{launch: job.tiles}):
+                with with_tiles(job):
                     row = {"refused": problems[job]} if problems[job] else timed(call, report.device)
                 times[" ".join(str(int(number)) for number in job.tiles)] = row
                 report.row(f"{title} {launch}", times)

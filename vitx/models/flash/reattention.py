@@ -11,8 +11,6 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,7 +55,6 @@ class Tiles(NamedTuple):
 WEIGHT_GRAD_COLUMNS = 128
 # "talking" are both passes of talking heads.
 Launch = Literal["sums", "out", "talking", "weight_grad", "v_grad", "score_grad"]
-_forced: dict[Launch, Tiles] = {}
 
 
 def tiles_of(launch: Launch, heads: int, width: int) -> Tiles:
@@ -67,8 +64,6 @@ def tiles_of(launch: Launch, heads: int, width: int) -> Tiles:
     Triton would also fetch each weight of the tile, and compile for minutes. The queries of all heads lie in shared
     memory, of which most GPUs give 99 KiB to a block: wide heads take fewer rows.
     """
-    if launch in _forced:
-        return _forced[launch]
     if launch in ("sums", "weight_grad"):  # of one head
         return Tiles(128, 32, 4, 3, 1)
     wide, few = heads * width > 512, 4 if width <= 32 else 3
@@ -79,18 +74,6 @@ def tiles_of(launch: Launch, heads: int, width: int) -> Tiles:
     if launch == "out" and width <= 32:
         return Tiles(stages=3, heads=6)
     return Tiles(heads=few if launch == "score_grad" else 6)
-
-
-@contextmanager
-def forced_tiles(**launches: Tiles) -> Iterator[None]:
-    """Run the launches that are named with these tiles; for measurements."""
-    before = dict(_forced)
-    _forced.update(launches)  # type: ignore[arg-type]  # the names are those of Launch
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
 
 
 def flash_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
