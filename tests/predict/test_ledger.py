@@ -277,7 +277,7 @@ def test_every_finished_shard_is_read_however_many_there_are(path: Path) -> None
     """They are read a thousand at a time."""
     shards = tuple(Shard("tar", f"{index}.tar") for index in range(2001))
     with closing(created(path, shards)) as one:
-        one._change("SET digest = 'd', record = json_array('d', 1, 0, json_object(id || '', 1), 1, json('{}'))")
+        one._change("SET digest = 'd', record = json_array('d', 1, 0, json_object(id || '', 1), 1, json('{}'), 0)")
         assert [record.classes for _, _, record in one.records()] == [{number: 1} for number in range(1, 2002)]
 
 

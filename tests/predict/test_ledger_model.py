@@ -150,6 +150,6 @@ def test_pages_of_finished_shards_join_without_a_gap(tmp_path: Path) -> None:
     """A thousand rows are read at once; here are two more, and one between that is not finished."""
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         ledger.create({}, (Shard("images", "", index, 1) for index in range(1, 1004)))
-        ledger._change("SET digest = 'd', record = '[\"d\", 1, 0, {}, 1, {}]' WHERE id <> ?", 500)
+        ledger._change("SET digest = 'd', record = '[\"d\", 1, 0, {}, 1, {}, 0]' WHERE id <> ?", 500)
         assert [number for number, _, _ in ledger.records()] == [n for n in range(1, 1004) if n != 500]
         assert [claim.id for claim in ledger.unfinished()] == [500]

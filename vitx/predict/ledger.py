@@ -357,9 +357,9 @@ class Ledger:
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
         for number, kind, record in self._pages("id, kind, record", "digest NOTNULL"):
-            digest, images, errors, classes, listed, skipped, *uncounted = json.loads(record)
+            digest, images, errors, classes, listed, skipped, uncounted = json.loads(record)
             by_class = {int(index): count for index, count in classes.items()}
-            counts = (images, errors, by_class, listed, SkippedNames(**skipped), *uncounted)
+            counts = (images, errors, by_class, listed, SkippedNames(**skipped), uncounted)
             yield number, kind, ShardRecord(digest, *counts)
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:

@@ -28,7 +28,7 @@ PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 # The markers and summaries of a run and of jobs, and what of a run's description is not the same for all jobs.
 _RECORD = re.compile(r"(\.vitx|summary)(-[0-9]{5,}-of-[0-9]{5,})?\.json")
 _OF_ONE_JOB = ("id", "skipped", "measured")
-_MARKER = {"run", "host", "state"}
+_MARKER = {"run", "host", "state", "agreed"}
 
 
 class Mirror:
@@ -114,8 +114,7 @@ class Mirror:
             if name == self._marker or not name.startswith(".vitx") or not _RECORD.fullmatch(name):
                 continue
             other = self._read(name)
-            theirs = other.get("agreed", agreed)  # an older version's has none
-            what = ", ".join(sorted(key for key in agreed if agreed[key] != theirs.get(key)))
+            what = ", ".join(sorted(key for key in agreed if agreed[key] != other["agreed"].get(key)))
             if name.rpartition("-of-")[2] != self._marker.rpartition("-of-")[2]:
                 what = "number of jobs"
             if what:
@@ -134,7 +133,7 @@ class Mirror:
             return {}
         with suppress(ValueError, RecursionError):
             marker = json.loads(text)
-            if isinstance(marker, dict) and marker.keys() >= _MARKER and isinstance(marker.get("agreed", {}), dict):
+            if isinstance(marker, dict) and marker.keys() >= _MARKER and isinstance(marker["agreed"], dict):
                 return marker
         raise InputError(
             f"'{self.url}/{name}', which says whose predictions these are, is damaged: choose another URL, or remove "
