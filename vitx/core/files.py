@@ -377,13 +377,10 @@ def replace_folder(new: Path, target: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two folders atomically; return False where the platform or the file system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     at_fdcwd, rename_exchange = -100, 2
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    return bool(renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0)
+    given = at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange
+    return renameat2 is not None and bool(renameat2(*given) == 0)
 
 
 def link_atomically(link: Path, target: str) -> None:
