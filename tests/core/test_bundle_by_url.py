@@ -23,7 +23,7 @@ from vitx.core import urls
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, SIGNATURE, Bundle, local_bundle, url_of
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
-from vitx.core.urls import open_store, without_password
+from vitx.core.urls import Store, is_http, open_store, read_token, without_password
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +305,42 @@ def test_what_is_no_manifest_is_refused(store: Any) -> None:
         local_bundle("memory://b/tiny.vitx")
 
 
+def test_a_file_comes_in_blocks_and_no_more_of_it_than_a_byte_beyond_its_size(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urls, "_BLOCK", 4)
+    content = b"0123456789abcdef"
+    store.pipe({"/b/tiny.vitx/long": content, "/b/tiny.vitx/empty": b""})
+    folder = Store("memory://b/tiny.vitx")
+    for name, expected in (("long", content), ("empty", b"")):
+        folder.copy(name, tmp_path / name, len(expected), sha256_bytes(expected))
+        assert (tmp_path / name).read_bytes() == expected
+    assert [*folder._blocks("long", 9)] == [b"0123", b"4567", b"89"]
+    assert folder._in_one_piece == {}, "what is asked of an HTTP server alone"
+
+
+def test_without_fsspec_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", {"fsspec": None}.__getitem__)
+    with pytest.raises(EnvironmentMissing, match=r"the package 'fsspec', which is not installed: .*vitx\[serve\]"):
+        open_store("memory://b/tiny.vitx")
+
+
+def test_a_token_is_that_of_a_file_of_any_editor(tmp_path: Path) -> None:
+    token, path = b"0123456789abcdef", tmp_path / "token"
+    for written in (token, b"\xef\xbb\xbf" + token + b"\r\n"):
+        path.write_bytes(written)
+        assert read_token(path) == token
+    assert read_token(None) is None
+    path.write_bytes(2048 * token + b" ")  # no header is so long
+    assert read_token(path) == 2048 * token
+
+
+@pytest.mark.parametrize("url", ["http://a:b", "http://[::1", "http://", "ftp://a", "http://a:0"])
+def test_what_names_no_host_or_port_is_no_http(url: str) -> None:
+    assert is_http("https://a:1/b")
+    assert not is_http(url)
+
+
 def test_an_unknown_scheme_is_named() -> None:
     with pytest.raises(InputError, match=r"cannot open 'foo://bucket/tiny\.vitx': .*foo"):
         Bundle.open("foo://bucket/tiny.vitx")
@@ -327,7 +363,7 @@ def test_an_archive_on_a_server_that_is_not_reached_is_no_mistake_of_who_named_i
         assert f"cannot read 'zip://tiny.vitx::{scheme}://127.0.0.1:{port}/a.zip': Cannot connect" in str(refused.value)
 
 
-@pytest.mark.parametrize("status", [404, 403, 503])
+@pytest.mark.parametrize("status", [404, 403, 500, 503])
 def test_what_the_server_of_an_archive_answers_decides_whose_mistake_it_is(status: int) -> None:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -341,7 +377,7 @@ def test_what_the_server_of_an_archive_answers_decides_whose_mistake_it_is(statu
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            with pytest.raises(EnvironmentMissing if status == 503 else InputError):
+            with pytest.raises(EnvironmentMissing if status >= 500 else InputError):
                 open_store(f"zip://tiny.vitx::http://127.0.0.1:{server.server_port}/a.zip")
         finally:
             server.shutdown()

@@ -493,8 +493,8 @@ def test_a_folder_that_takes_no_file_is_said_at_once() -> None:
 
 def test_a_url_is_no_folder_called_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    message = "^'s3://bucket/run' is a URL: expected a path of this machine; copy it to the store afterwards$"
-    with pytest.raises(InputError, match=message), staged_folder(Path("s3://bucket/run")):
+    message = "^'s3://bucket/a:/b' is a URL: expected a path of this machine; copy it to the store afterwards$"
+    with pytest.raises(InputError, match=message), staged_folder(Path("s3://bucket/a:/b")):
         pass
     assert not any(tmp_path.iterdir())
     check_folder(Path("d:/run"))  # a drive
