@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,17 @@ from vitx.export import SourceRequest
 
 TYPINGS = Path(__file__).parents[2] / "typings"
 SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For networks so small that they run slower on two threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Families of timm's networks, small: their graphs equal them, and other simplifiers find nothing to remove."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from vitx.export.graph import from_model
 from vitx.export.graph.execution import logits_of
 from vitx.export.graph.simplify import simplify
 from vitx.export.rewrite.rewrites import ImageClassifier, applied_rewrites
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -240,15 +242,6 @@ def export_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expor
 @pytest.fixture(params=FAMILIES)
 def exported(request: pytest.FixtureRequest, export_of: Callable[[str], Exported]) -> Exported:
     return export_of(request.param)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Networks this small run slower on two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_graph_equals_the_network(exported: Exported) -> None:

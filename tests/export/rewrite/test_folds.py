@@ -1,7 +1,6 @@
 """Each rewrite alone and beside the class-token tail, on networks of two small blocks; what it leaves, by value."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +24,8 @@ from vitx.export.rewrite.rewrites import (
 )
 from vitx.models import VisionTransformer
 from vitx.models.attention import FirstValues
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PREPROCESSING = Preprocessing(image_size=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 SMALL: dict[str, Any] = {
@@ -66,15 +67,6 @@ NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "average": ({**RE, "global_pool": "avg", "fc_norm": True}, [10, 1, 0, 2, 0, 2, 0, 5, 2, 0, 0, 2, 2]),
 }
 EVERY = tuple(REWRITES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Networks this small run slower on two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def network(name: str, **more: Any) -> Any:

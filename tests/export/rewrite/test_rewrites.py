@@ -1,7 +1,6 @@
 """Each rewrite is an identity: checked in float64 on random weights and random normalisation statistics."""
 
 import copy
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,6 +16,8 @@ from vitx.export import ALL, rewrite_for_export
 from vitx.export.rewrite.canonical import ExportAttention, ExportBlock, HeadMix, LayerNormOverHeads
 from vitx.export.rewrite.rewrites import REWRITES, ImageClassifier, applied_rewrites
 from vitx.models import AlterNet, ReAttention, VisionTransformer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 IMAGENET = Preprocessing(image_size=16, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 SMALL: dict[str, Any] = {
@@ -57,15 +58,6 @@ TIMM: dict[str, dict[str, Any]] = {
 CAITS = ("cait_xxs24_224", "attnscale_cait_s24_224", "featscale_cait_s24_224")
 ALTERNET: dict[str, Any] = {"unit": "basic", "depths": (1, 2, 1, 1), "attention_depths": (0, 1, 0, 0), "num_classes": 5}
 NETWORKS = [*MODELS, *TIMM, "alternet"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Networks this small run slower on two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def network(name: str) -> Any:
