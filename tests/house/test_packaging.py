@@ -68,12 +68,7 @@ def test_version_is_stated_once() -> None:
         ("serve", "uvicorn", "0.44.0", "0.45.0"),
         ("train", "timm", "1.0.25", "1.0.26"),  # its networks take no `is_causal`: no ViT of ours runs
         ("export", "timm", "1.0.25", "1.0.26"),
-        (
-            "export",
-            "torch",
-            "2.9.1",
-            "2.10.0",
-        ),  # its exporter wants a batch that is never 1: no network of ours is traced
+        ("export", "torch", "2.9.1", "2.10.0"),  # its exporter wants a batch that is never 1: nothing of ours is traced
     ],
 )
 def test_no_version_is_taken_with_which_nothing_works(extra: str, name: str, too_old: str, oldest: str) -> None:
