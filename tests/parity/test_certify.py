@@ -15,7 +15,7 @@ from bundle_fixture import LABELS, write_bundle
 from gpu_fixture import add_plan
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import CERTIFICATE, MANIFEST, SIGNATURE, Bundle, FileEntry
-from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import replace_folder, sha256_file
 from vitx.core.machine import cpu_architecture, describe_machine
@@ -294,7 +294,12 @@ def test_the_witness_set_s_logits_are_within_the_limit_too(
     )
     of_set = of_set.model_copy(update={"max_logit_error": error, "reasons": ("too far",), "evidence": "witness set"})
     kept: list[Any] = []
-    monkeypatch.setattr(certification, "verdicts_of_bundle", lambda *given, quiet: [asked.append(given) or of_set])
+
+    def verdicts(*given: Any, quiet: bool) -> list[Verdict]:
+        asked.append(given)
+        return [of_set]
+
+    monkeypatch.setattr(certification, "verdicts_of_bundle", verdicts)
     monkeypatch.setattr(certification, "keep_verdict", lambda *given: kept.append(given))
     assert certify_models(model(), failing, images, write=True, quiet=True).verdict == "fail"
     assert asked == []

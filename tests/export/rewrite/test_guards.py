@@ -286,10 +286,10 @@ def test_what_is_used_twice_or_computes_something_else_is_left_alone(case: str) 
 
 def test_weights_that_a_hook_computes_are_made_permanent_first() -> None:
     model = vitx_network()
-    prune.l1_unstructured(model.head, "weight", 0.5)
+    prune.l1_unstructured(model.head, "weight", 0.5)  # type: ignore[no-untyped-call]
     with pytest.raises(InputError, match=r"^the network cannot be copied: .* Make pruning or .*prune\.remove"):
         rewrite_for_export(model, images="float")
-    prune.remove(model.head, "weight")
+    prune.remove(model.head, "weight")  # type: ignore[no-untyped-call]
     rewrite_for_export(model, images="float")
 
 

@@ -254,8 +254,11 @@ def test_a_cluster_whose_nodes_have_all_died_ends_the_command(
     vitx: Vitx, certified_original: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for ever, and so would the deletion of the application there."""
-    nodes = iter([[{}], [], []])
-    given = {"joined": lambda *args, **options: nullcontext(), "application": lambda *args, **options: None}
+    nodes: Iterator[list[dict[str, Any]]] = iter([[{}], [], []])
+    given: dict[str, Any] = {
+        "joined": lambda *args, **options: nullcontext(),
+        "application": lambda *args, **options: None,
+    }
     given |= {"cluster_nodes": lambda: next(nodes), "_start_proxies": lambda options: "http://127.0.0.1:8000"}
     handlers = {"signal": lambda *args: None, "SIGTERM": 15, "default_int_handler": None}
     for name, value in {**given, "signal": SimpleNamespace(**handlers)}.items():
