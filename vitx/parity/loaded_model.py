@@ -11,6 +11,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import refuse_url
 from vitx.core.preprocess import Preprocessing, Triple
 from vitx.core.run import RunFolder
+from vitx.core.tolerance import coarser
 from vitx.runtimes import load_session
 from vitx.runtimes.remote import RemoteSession
 from vitx.runtimes.requirements import require
@@ -25,10 +26,10 @@ class LoadedModel:
 
     At most one of `run` and `bundle` is set.
 
-    data: the image set it was trained on. sha256: of a run its weights, of a bundle its manifest. network: returns the
-    torch module, on the CPU and not to be changed; None for a bundle. renormalized: returns a session of the same
-    network with another (mean, std); None for a bundle. twin: the session runs the bundle's graph in another form, so
-    what it shows is of no executable of the bundle.
+    data: the image set it was trained on. sha256: of a run its weights, of a bundle its manifest. precision: of a
+    bundle in its runtime, the coarser of the two. network: returns the torch module, on the CPU and not to be changed;
+    None for a bundle. renormalized: returns a session of the same network with another (mean, std); None for a bundle.
+    twin: the session runs the bundle's graph in another form, so what it shows is of no executable of the bundle.
     """
 
     name: str
@@ -115,14 +116,15 @@ def model_from_bundle(
     """
     manifest = bundle.manifest
     twin = _twin_session(bundle, device) if use_twin and runtime is None else None
+    session = twin or load_session(bundle, runtime or DEFAULT_RUNTIME, device=device, threads=threads)
     return LoadedModel(
         name=f"{bundle.path} in {runtime or DEFAULT_RUNTIME}",
-        session=twin or load_session(bundle, runtime or DEFAULT_RUNTIME, device=device, threads=threads),
+        session=session,
         preprocessing=manifest.preprocessing,
         labels=manifest.labels,
         data=manifest.data,
         sha256=bundle.subject()[MANIFEST],
-        precision=manifest.precision,
+        precision=coarser(manifest.precision, session.describe().get("precision", "")),
         bundle=bundle,
         twin=twin is not None,
     )

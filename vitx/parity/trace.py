@@ -229,7 +229,8 @@ def _graph_agrees(reference: LoadedModel, candidate: LoadedModel, graph: "onnx.M
     from vitx.export.graph.execution import logits_of
     from vitx.parity.divergence import graph_on_cpu
 
-    precision = candidate.precision
+    assert candidate.bundle is not None
+    precision = candidate.bundle.manifest.precision
     expected = infer(reference.session, _pixels(images, reference.preprocessing), REFERENCE_BATCH)
     pixels = _pixels(images, candidate.preprocessing)
     found = logits_of(graph_on_cpu(graph, precision), pixels, fused=precision != "fp8")

@@ -9,17 +9,18 @@ from bundle_fixture import Fault, tiny_graph
 from vitx.core.bundle import INT8_MODEL, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
-from vitx.parity.certification import record_verdicts
+from vitx.parity.certification import certify_models, record_verdicts
 from vitx.parity.executables.choice import load_fastest, runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.executables.listing import CANDIDATES, INT8, RUNTIMES_BY_DEFAULT, verdicts_of_bundle
 from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
 from vitx.parity.exported import _drop_failed_int8
+from vitx.parity.loaded_model import open_model
 from vitx.parity.replay import Replay
 from vitx.runtimes import load_session
 from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
-from witnessed_bundle import seal_certificate, seal_manifest
+from witnessed_bundle import IMAGES, seal_certificate, seal_manifest
 
 
 @pytest.fixture
@@ -73,6 +74,15 @@ def test_the_server_s_canary_has_the_limit_of_what_runs(with_int8: Callable[[Fau
     assert warm.verdict is not None
     assert warm.verdict.max_logit_error_allowed > 100 * bundle.require_certificate().max_logit_error_allowed
     assert warm.canary._allowed == warm.verdict.max_logit_error_allowed
+
+
+def test_a_comparison_has_the_limit_of_what_runs(with_int8: Callable[[Fault | None], Bundle]) -> None:
+    """`vitx parity RUN BUNDLE --runtime onnxruntime-int8` of a bundle of float32."""
+    bundle = with_int8("drift")  # more than float32 allows
+    with open_model(bundle.path) as reference, open_model(bundle.path, runtime=INT8) as candidate:
+        certificate = certify_models(reference, candidate, IMAGES, quiet=True)
+    assert 1e-4 < certificate.max_logit_error < 1e-2 < certificate.max_logit_error_allowed
+    assert certificate.verdict == "pass"
 
 
 def test_one_that_fails_is_dropped_and_the_certificate_says_why(
