@@ -42,12 +42,23 @@ def test_an_image_in_too_many_pieces_is_refused(kind: str, before: bytes, piece:
     whole = image_of(kind)
     place = 33 if kind == "PNG" else whole.index(before)
     assert decode(whole[:place] + piece + whole[place:]).size == (16, 16)
-    with pytest.raises(ImageError, match="in too many pieces"):
+    with pytest.raises(ImageError, match=r"^cannot decode the image: it is in too many pieces$"):
         decode(whole[:place] + piece * (2**25 // len(piece)) + whole[place:])
 
 
 def test_the_longest_colour_profile_of_a_jpeg_is_read() -> None:
     assert decode(image_of("JPEG", icc_profile=bytes(255 * 65_519))).size == (16, 16)
+
+
+def test_the_long_tags_of_a_tiff_are_read() -> None:
+    """An editor keeps its layers in them: here 20 MiB."""
+    sizes = [(256, 4, 1, 1), (257, 4, 1, 1), (258, 4, 1, 8), (259, 4, 1, 1), (262, 4, 1, 1), (273, 4, 1, 8)]
+    long = [(40_000 + number, 7, 2**20, 8 + number * 2**20) for number in range(20)]
+    tags = [*sizes, (278, 4, 1, 1), (279, 4, 1, 1), *long]
+    directory = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    values = bytes(20 * 2**20)
+    data = b"II*\0" + struct.pack("<I", 8 + len(values)) + values + struct.pack("<H", len(tags)) + directory + bytes(4)
+    assert decode(data).size == (1, 1)
 
 
 def test_a_gif_with_long_xmp_is_read() -> None:

@@ -1,11 +1,14 @@
 """The one preprocessing, against torchvision's transforms and against files that are not images."""
 
+import ctypes
 import errno
 import io
+import logging
 import struct
 import subprocess
 import sys
 import tracemalloc
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,15 @@ import support.cost_tiff as cost_tiff
 from bundle_fixture import damaged_fax
 from cli_fixture import run_in_process
 from vitx.core.errors import InputError
-from vitx.core.preprocess import IMAGENET_MEAN, IMAGENET_STD, ImageError, Preprocessing, TooManyPixels, decode
+from vitx.core.preprocess import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageError,
+    Preprocessing,
+    TooManyPixels,
+    decode,
+    ignore_image_warnings,
+)
 from vitx.core.sandbox import run_limited
 from vitx.data.image_set import ImageSet
 from vitx.train.loop.inputs.training_data import TrainingData
@@ -360,6 +371,15 @@ def tiff(*entry: int) -> bytes:
     return (b"II*\0" + struct.pack("<IH", 8, len(tags) + 1) + directory).ljust(1000, b"\0") + bytes(64)
 
 
+def test_what_pillow_logs_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(logging.getLogger("PIL"), "setLevel", levels.append)
+    monkeypatch.delattr(ctypes, "CDLL")  # libtiff's handlers stay as they are
+    with warnings.catch_warnings():
+        ignore_image_warnings()
+    assert levels == [logging.CRITICAL]
+
+
 def test_other_processes_print_no_warning_of_pillow(capfd: pytest.CaptureFixture[str]) -> None:
     preprocessing = Preprocessing(image_size=8)
     for entry in ((274, 3, 2, 1), (1000, 2, 10_000_000, 10)):  # too many orientations; a text beyond the end
@@ -387,8 +407,8 @@ def tiled(*sides: tuple[int, int]) -> bytes:
 def test_the_pixels_of_a_tiff_are_those_of_whole_tiles() -> None:
     """A tile is in memory at once: 2 kB took a gibibyte for 16×16 pixels."""
     assert decode(tiled((322, 256), (323, 256))).size == (16, 16)
-    with pytest.raises(TooManyPixels, match="image of 32768×32768 pixels"):
-        decode(tiled((322, 32768), (323, 32768)))
+    with pytest.raises(TooManyPixels, match="image of 32769×32769 pixels"):
+        decode(tiled((322, 32769), (323, 32769)))
     for unclear in (
         ((322, 32768), (322, 16), (323, 32768), (323, 16)),  # libtiff takes the first, some Pillows the last
         ((322, 16), (323, 0)),
