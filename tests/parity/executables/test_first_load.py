@@ -52,6 +52,18 @@ def test_the_witness_set_is_run_once_for_each_executable(witnessed: Bundle, judg
     assert len([*cache.rglob("*.json")]) == 2
 
 
+def test_what_failed_on_the_whole_split_does_not_run_by_its_smaller_witness_set(witnessed: Bundle) -> None:
+    """Also where the set has passed before. A runtime of which the certificate says nothing is judged by the set."""
+    passed = require(witnessed)
+    failed = passed.model_copy(update={"verdict": "fail", "reasons": ("4 flips",), "evidence": "evaluation split"})
+    seal_certificate(witnessed, executables=(failed,))
+    with pytest.raises(CheckFailed, match=r"says fail of onnxruntime .*: 4 flips$"):
+        require(witnessed)
+    assert require(witnessed, "openvino").verdict == "pass"
+    seal_certificate(witnessed, executables=(failed.model_copy(update={"evidence": "witness set"}),))
+    assert require(witnessed) == passed
+
+
 def test_a_damaged_verdict_is_found_anew(witnessed: Bundle, judgements: list[str], cache: Path) -> None:
     require(witnessed)
     (path,) = cache.rglob("*.json")

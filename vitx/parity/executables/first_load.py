@@ -22,14 +22,18 @@ from vitx.runtimes.session import Session, executable_of, outputs_of
 def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) -> Verdict:
     """Return the passing verdict on what `session`, loaded from `bundle`, is; raise CheckFailed without one.
 
-    With a witness set the certificate's word is not taken: the set is run, once on this machine, and the verdict kept
-    in the user's cache. Without one the certificate must have a passing verdict on exactly this executable: the same
-    files, runtime, version, provider and instruction sets; no further output is certified then.
+    With a witness set the certificate's "pass" is not taken: the set is run, once on this machine, and the verdict kept
+    in the user's cache. Its "fail" is, where the whole evaluation split was run. Without a set the certificate must
+    have a passing verdict on exactly this executable: the same files, runtime, version, provider and instruction sets;
+    no further output is certified then.
     """
     certificate = bundle.require_certificate()
     executable = executable_of(bundle.subject(), session)
     if WITNESS not in bundle.manifest.files:
         return _certified(bundle, certificate, executable)
+    found = certificate.verdict_of(executable)
+    if found is not None and found.evidence == "evaluation split":
+        _require_pass(bundle, found)
     known = cached_verdict(bundle, executable)
     if known is not None and known.max_flip_rate <= certificate.max_flip_rate:  # `vitx parity` may have asked for less
         return known
@@ -103,11 +107,15 @@ def _certified(bundle: Bundle, certificate: Certificate, executable: Executable)
     found = certificate.verdict_of(executable)
     if found is None:
         raise CheckFailed(f"no verdict on {executable} of '{bundle.path}'{_nearest(certificate, executable)}: {remedy}")
+    _require_pass(bundle, found)
+    return found
+
+
+def _require_pass(bundle: Bundle, found: Verdict) -> None:
     if found.verdict != "pass":
         raise CheckFailed(
-            f"the certificate of '{bundle.path}' says {found.verdict} of {executable}: {'; '.join(found.reasons)}"
+            f"the certificate of '{bundle.path}' says {found.verdict} of {found.executable}: {'; '.join(found.reasons)}"
         )
-    return found
 
 
 def _nearest(certificate: Certificate, executable: Executable) -> str:
