@@ -92,6 +92,19 @@ def test_a_room_without_an_entry_has_the_floor_above_it_and_the_tests_of_its_nam
     assert mutate.room_settings("parity/options.py") == mutate.room_settings("parity")
 
 
+def test_the_tests_of_a_room_are_there() -> None:
+    rooms = tomllib.loads((mutate.SETTINGS / "rooms.toml").read_text(encoding="utf-8"))
+    named = {test for room in rooms.values() for test in room.get("tests", ())}
+    assert len(named) > 100
+    missing = []
+    for test in named:
+        file, _, name = test.partition("::")
+        path = mutate.ROOT / file
+        if not path.exists() or (name and f"def {name.partition('[')[0]}(" not in path.read_text(encoding="utf-8")):
+            missing.append(test)
+    assert missing == []
+
+
 def test_the_mutants_listed_as_equivalent_are_of_lines_that_stand() -> None:
     """`make mutate` refuses a list with others: who changes such a line removes its entry."""
     listed = tomllib.loads((mutate.SETTINGS / "equivalent.toml").read_text(encoding="utf-8"))["mutant"]
