@@ -41,7 +41,7 @@ class _CachedResult(Record):
     not_applicable: str | None
 
 
-@dataclass(repr=False)
+@dataclass
 class Analysis:
     """The results of one network by metric, why others do not apply, and the seconds each took when it was measured."""
 
@@ -121,7 +121,7 @@ def analyze(
         raise InputError(f"no images of '{images.name}' to analyze '{source.name}' with")
     analysis = Analysis(source, images, options)
     results = _ResultCache(cache, source, images, options)
-    for name in METRICS if cache else names:
+    for name in METRICS:
         reason = labels_missing(source, images) if METRICS[name].labels else None
         if reason and name in names:
             analysis.not_applicable[name] = reason
