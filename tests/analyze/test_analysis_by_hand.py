@@ -1,5 +1,6 @@
 """`analyze` and the comparison of two networks with metrics made here: what they are handed, kept and shown."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from vitx.analyze.analysis import Analysis, analyze, compare_representations
 from vitx.analyze.findings.finding import Finding, Findings
-from vitx.analyze.metric import AnalysisOptions, Metric, MetricContext, NotApplicable
+from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.files import Record
 from vitx.core.page import table
@@ -177,3 +178,28 @@ def test_two_networks_are_compared_once_for_a_cache(monkeypatch: pytest.MonkeyPa
     assert (len(calls), len([*tmp_path.iterdir()])) == (2, 2), "in another order they are another comparison"
     assert compare_representations(one, other, images, OPTIONS, quiet=False) == MATRIX
     assert calls[2] == (([one, other], images, OPTIONS, "CKA of both"), {"quiet": False})
+
+
+def test_a_kept_result_has_all_that_it_depends_on_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = metric(measure=lambda _: Things(value=3), options=("corrupted", "seed"), checkpoints=True)
+    given(monkeypatch, one=one)
+    monkeypatch.setattr(f"{PLACE}.files_digest", lambda path: f"of {path}")
+    monkeypatch.setattr(f"{PLACE}.checkpoints_by_step", lambda _run: [(SimpleNamespace(sha256={"file": "f"}), None)])
+    network, images, options = source(), image_set(), OPTIONS.model_copy(update={"corrupted": Path("copies")})
+    analyze(network, images, ("one",), options, cache=tmp_path, quiet=True)
+    (kept,) = tmp_path.iterdir()
+    about = network.spec.model_dump(mode="json"), network.preprocessing.model_dump(mode="json")
+    found = json.loads(kept.read_text())
+    assert found["key"] == {
+        "metric": "one",
+        "version": DEFINITIONS_VERSION,
+        "model": "0" * 64,
+        "about": [*about],
+        "images": images.digest(),
+        "labels": None,
+        "checkpoints": [{"file": "f"}],
+        "options": {"batch_size": 2, "seed": 0, "corrupted": "of copies"},
+    }
+    kept.write_text(json.dumps({**found, "result": None}))  # and no reason why not
+    again = analyze(network, images, ("one",), options, cache=tmp_path, quiet=True)
+    assert (again.results, again.not_applicable) == ({}, {"one": ""})

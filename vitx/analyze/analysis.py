@@ -293,7 +293,7 @@ class _ResultCache:
     def key(self, name: str) -> dict[str, Any]:
         """What the result of `name` depends on; raise InputError for a checkpoint that cannot be read."""
         metric = METRICS[name]
-        options = self._options.model_dump(mode="json", include={"batch_size", *metric.options})
+        options = self._options.model_dump(include={"batch_size", *metric.options})
         if "corrupted" in options:
             options["corrupted"] = self._copies
         read = {"checkpoints": self._checkpoints} if metric.checkpoints else {}
