@@ -181,3 +181,33 @@ def test_every_recipe_of_a_paper_is_printed_or_says_that_it_is_not() -> None:
     for name in NOT_PRINTED:
         docstring = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
         assert "print no command" in docstring or "is printed" in docstring, name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_of_the_name_that_it_is_called_by(name: str) -> None:
+    assert get_recipe(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("patchvit-s-24", "deit_small_24_talking"), ("patchvit-b-24", "deit_base_24_talking")]
+)
+def test_networks_of_24_blocks_drop_three_quarters_of_the_paths(name: str, model: str) -> None:
+    recipe = get_recipe(name)
+    assert (recipe.model.name, recipe.model.kwargs["drop_path_rate"]) == (model, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "pixels"),
+    [
+        ("patchvit-b-12-384", "runs/patchvit-b-12", 384),
+        ("patchvit-b-24-512", "runs/patchvit-b-24", 512),
+        ("deepvit-l-384", "runs/deepvit-l", 384),
+    ],
+)
+def test_fine_tuning_is_deits_on_whole_images(name: str, before: str, pixels: int) -> None:
+    recipe = get_recipe(name)
+    assert recipe.model.initial_checkpoint == before
+    assert (recipe.preprocessing.image_size, recipe.preprocessing.crop_fraction) == (pixels, 1.0)
+    assert (recipe.epochs, recipe.batch_size, recipe.stages) == (30, 512, ())
+    schedule = recipe.schedule
+    assert (schedule.name, schedule.warmup_epochs, schedule.warmup_lr) == ("constant", 5, 1e-6)
