@@ -8,6 +8,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_which_processors_add_int8_products_in_32_bits(
         ),
         ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, []),
         ("4:cpu:/pod\n0::/\n", {}, []),
+        ("0::/cri:one\n", {"cri:one/cpu.max": "70000 100000\n"}, [0.7]),
     ],
 )
 def test_limits_of_time_are_those_of_all_control_groups(
@@ -268,9 +270,70 @@ def test_flags_are_those_of_the_first_processor(monkeypatch: pytest.MonkeyPatch,
         assert sums_int8_exactly.__wrapped__(path)
 
 
+def test_an_architecture_is_the_machine_and_the_sets_that_matter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "Path", lambda place: cpuinfo if place == "/proc/cpuinfo" else Path(place))
+    for name, flags, sets in (
+        ("x86_64", "flags\t\t: fpu avx512_bf16 avx2 fma amx_int8 avx512f", "avx2 fma avx512f avx512_bf16 amx_int8"),
+        ("x86_64", "flags\t\t: avx_vnni avx512_vnni avx512_fp16 amx_bf16", "avx_vnni avx512_vnni avx512_fp16 amx_bf16"),
+        ("aarch64", "Features\t: fp sve2 sve bf16 i8mm asimddp asimd", "asimd asimddp i8mm bf16 sve sve2"),
+    ):
+        monkeypatch.setattr(platform, "machine", lambda name=name: name)
+        cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
+        assert machine.cpu_architecture.__wrapped__() == f"{name} {sets}"
+
+
+@pytest.mark.parametrize(("exact", "on_cpu"), [(True, True), (False, True), (False, False)])
+def test_how_quantisation_runs(monkeypatch: pytest.MonkeyPatch, exact: bool, on_cpu: bool) -> None:
+    class Options(dict[str, str]):
+        add_session_config_entry = dict.__setitem__
+
+    monkeypatch.setattr(machine, "sums_int8_exactly", lambda: exact)
+    options = Options()
+    saturates = {"session.x64quantprecision": "1"} if on_cpu and not exact else {}
+    assert machine.set_quantization(options, fused=True, on_cpu=on_cpu) is None
+    assert options == saturates
+    assert machine.set_quantization(options, fused=False, on_cpu=on_cpu) == ["ReluQuantRewrite", "ClipQuantRewrite"]
+    assert options == saturates | {"session.disable_quant_qdq": "1"}
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(EnvironmentMissing, match=r"'openvino', .*pip install 'vitx\[openvino\]'"):
+        machine.openvino_core.__wrapped__()
+
+
+def test_the_drivers_cuda_has_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        def cuDriverGetVersion(self, version: Any) -> int:
+            version._obj.value = 12080
+            return result
+
+    monkeypatch.setattr(machine, "_cuda_library", Cuda)
+    for result, found in ((0, "12.8"), (1, "")):
+        assert machine.cuda_driver.__wrapped__() == found
+    monkeypatch.setattr(machine, "_cuda_library", lambda: None)
+    assert machine.cuda_driver.__wrapped__() == ""
+
+
+def test_folders_that_onnxruntime_left_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in (None, SimpleNamespace(origin="onnxruntime/__init__.py")):
+        monkeypatch.setattr(machine, "find_spec", lambda name, spec=spec: spec)
+        machine.require_onnxruntime()
+    monkeypatch.setattr(machine, "find_spec", lambda name: SimpleNamespace(origin=None))
+    for installed in ("onnxruntime-gpu", "onnxruntime"):
+        monkeypatch.setattr(machine, "installed_versions", lambda installed=installed: {installed: "1.31"})
+        with pytest.raises(EnvironmentMissing, match=rf"files of .* onnxruntime are missing: .* {installed}$"):
+            machine.require_onnxruntime()
+
+
 def test_a_temporary_folder_has_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:  # a short path
         room = machine._LONGEST_SOCKET_PATH - len(folder)
+        with pytest.raises(OSError, match="too long"):
+            listener.bind(f"{folder}/{'s' * room}")
         listener.bind(f"{folder}/{'s' * (room - 1)}")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     machine.require_socket_folder(room)
