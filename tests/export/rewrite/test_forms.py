@@ -1,6 +1,7 @@
 """The form of blocks that rewrites work on, the rewrites' names and check, and what is said of their cost."""
 
 import copy
+import math
 from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
@@ -249,11 +250,11 @@ def times(factor: float) -> Any:
     return rewrite
 
 
-@pytest.mark.parametrize(("factor", "named"), [(1.00009, None), (0.99991, None), (1.5, "b"), (0.9998, "b")])
+@pytest.mark.parametrize(("factor", "named"), [(1.00009, None), (0.99991, None), (1.5, "b"), (0.9998, "b"), (math.nan, "b")])
 def test_a_rewrite_that_changes_the_logits_is_named(
     monkeypatch: pytest.MonkeyPatch, factor: float, named: str | None
 ) -> None:
-    monkeypatch.setattr(rewrites, "REWRITES", {"a": times(1.0), "b": times(factor), "c": times(1.0), "d": times(9.0)})
+    monkeypatch.setattr(rewrites, "REWRITES", {"a": times(1.0), "d": times(9.0), "b": times(factor), "c": times(1.0)})
 
     def checked(names: tuple[str, ...]) -> dict[str, int]:
         return rewrite_checked(classifier_of(1000.0), names, 4, rebuild=lambda: classifier_of(1000.0))
