@@ -21,6 +21,7 @@ from vitx.export.precision.calibration import (
     require_images,
     split_images,
 )
+from vitx.export.precision.lower import lower_precision
 from vitx.export.precision.placement import find_layers
 from vitx.export.precision.qdq import QuantizedGraph
 
@@ -188,6 +189,14 @@ def test_a_product_of_another_form_is_left_alone(name: str) -> None:
     nodes, values = NOT_LAYERS[name]
     with pytest.raises(InputError, match="nothing in the graph can be int8"):
         find_layers(Dataflow(graph_of(nodes, **values)), "int8", "cpu")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_graph_whose_only_layer_overflows_the_base_is_refused(kind: Any) -> None:
+    graph = graph_of([helper.make_node("MatMul", ["x", "W"], ["logits"], "H")], W=1e4 * weight(48, 48))
+    images = np.random.default_rng(0).integers(0, 256, (320, 4, 4, 3), dtype=np.uint8)
+    with pytest.raises(InputError, match=f"can be {kind}: all that could be overflows fp16, so it stays in float32"):
+        lower_precision(graph, kind, images, target="tensorrt", base="fp16", quiet=True)
 
 
 def test_a_bias_that_is_not_of_the_product_alone_is_left_alone() -> None:

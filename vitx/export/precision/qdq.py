@@ -24,6 +24,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from vitx.core.bundle import Base
+from vitx.core.errors import InputError
 from vitx.export.graph.dataflow import Dataflow, free_tag, named_tensor
 from vitx.export.options import Target
 from vitx.export.precision.calibration import Activations, Method
@@ -48,6 +49,11 @@ class QuantizedGraph:
         self.flow, self.kind, self.target, self.base, self.islands = flow, kind, target, base, islands
         found = find_layers(flow, kind, target, base)
         self.layers = {layer.node: layer for layer in found if layer.node not in islands}
+        if not self.layers:
+            raise InputError(
+                f"nothing in the graph can be {kind}: all that could be overflows {base}, so it stays in float32; try "
+                "--base bf16 or fp32"
+            )
         self._weights: dict[tuple[str, int | None], dict[str, npt.NDArray[Any]]] = {}
 
     def build(
