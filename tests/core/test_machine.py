@@ -307,12 +307,15 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_drivers_cuda_has_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cuda:
+        result = 0
+
         def cuDriverGetVersion(self, version: Any) -> int:
             version._obj.value = 12080
-            return result
+            return self.result
 
     monkeypatch.setattr(machine, "_cuda_library", Cuda)
     for result, found in ((0, "12.8"), (1, "")):
+        monkeypatch.setattr(Cuda, "result", result)
         assert machine.cuda_driver.__wrapped__() == found
     monkeypatch.setattr(machine, "_cuda_library", lambda: None)
     assert machine.cuda_driver.__wrapped__() == ""

@@ -250,7 +250,9 @@ def times(factor: float) -> Any:
     return rewrite
 
 
-@pytest.mark.parametrize(("factor", "named"), [(1.00009, None), (0.99991, None), (1.5, "b"), (0.9998, "b"), (math.nan, "b")])
+@pytest.mark.parametrize(
+    ("factor", "named"), [(1.00009, None), (0.99991, None), (1.5, "b"), (0.9998, "b"), (math.nan, "b")]
+)
 def test_a_rewrite_that_changes_the_logits_is_named(
     monkeypatch: pytest.MonkeyPatch, factor: float, named: str | None
 ) -> None:

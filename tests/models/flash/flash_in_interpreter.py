@@ -154,6 +154,14 @@ def test_gradients_equal_float64(dtype: torch.dtype, before: bool, bias: bool) -
         assert exact.before_bias.grad.abs().max() < 1e-12  # constant along a row
 
 
+def test_the_sums_alone_give_no_gradient() -> None:
+    """They are an output of the operator for its backward pass only."""
+    (q, k, v), mixes = operands(3, 20, 32, torch.float16)
+    leaf = q.detach().clone().requires_grad_()
+    torch.ops.vitx.reattention(leaf, k, v, *mixes, 1.0)[1].sum().backward()
+    assert leaf.grad is None
+
+
 def test_large_scores_do_not_overflow() -> None:
     (q, k, v), mixes = operands(3, 20, 32, torch.float16)
     found = flash_reattention(30 * q, 30 * k, v, mixes, 1.0)

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from vitx.models.flash.reattention import (
+    Launch,
+    Tiles,
     kernel_constants,
+    tiles_of,
     warn_plain,
     why_not_flash,
 )
@@ -32,7 +35,7 @@ def test_the_kernels_in_the_interpreter() -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(r"\b43 passed", ran.stdout), ran.stdout
+    assert re.search(r"\b44 passed", ran.stdout), ran.stdout
 
 
 def test_without_a_gpu_the_maps_are_written_out() -> None:
@@ -45,6 +48,27 @@ def test_only_half_precision_expects_the_kernels(monkeypatch: pytest.MonkeyPatch
     for device, dtype in (("cpu", torch.float16), ("cuda", torch.float32), ("cuda", torch.float16)):
         warn_plain(device, dtype, f"{device} {dtype}")
     assert said == ["cuda torch.float16"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "heads", "width", "tiles"),
+    [
+        ("sums", 12, 32, Tiles(128, 32, 4, 3, 1)),
+        ("weight_grad", 16, 64, Tiles(128, 32, 4, 3, 1)),
+        ("talking", 16, 32, Tiles(64, 16, 4, 1, 4)),
+        ("talking", 12, 40, Tiles(64, 16, 4, 1, 3)),
+        ("talking", 12, 64, Tiles(32, 16, 2, 1, 3)),
+        ("out", 12, 32, Tiles(32, 16, 2, 3, 6)),
+        ("out", 12, 33, Tiles(32, 16, 2, 2, 6)),
+        ("out", 16, 33, Tiles(16, 16, 1, 2, 4)),
+        ("v_grad", 12, 32, Tiles(32, 16, 2, 2, 6)),
+        ("score_grad", 12, 32, Tiles(32, 16, 2, 2, 4)),
+        ("score_grad", 12, 40, Tiles(32, 16, 2, 2, 3)),
+    ],
+)
+def test_the_tiles_are_those_of_the_sweep(launch: Launch, heads: int, width: int, tiles: Tiles) -> None:
+    """docs/benchmarks.md; wide heads, of more than 512 channels together, take fewer rows."""
+    assert tiles_of(launch, heads, width) == tiles
 
 
 @pytest.mark.parametrize(("architecture", "width"), [(80, 32), (90, 35), (120, 33)])
