@@ -63,6 +63,24 @@ def test_the_same_mathematics_in_another_way(image_folder: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_step_is_of_its_own_weights_in_half_precision_too(
+    image_folder: Path, tmp_path: Path, accumulate: int
+) -> None:
+    """Inside the autocast that is around a whole training, torch keeps weights once cast for the steps to come."""
+    ends = []
+    for computed_again in ("false", "true"):
+        settings = (f"execution.grad_checkpointing={computed_again}", f"optimizer.accumulate={accumulate}")
+        recipe = small(image_folder, PLAIN, "execution.precision=bfloat16", *settings, "batch_size=4")
+        trainer = trainer_of(recipe, tmp_path)
+        with torch.autocast("cpu", enabled=False):
+            for batch in trainer.batches(1):
+                trainer.step(1, batch)
+        ends.append(trainer.model.state_dict())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_is_computed_again_counts_no_batch_of_batch_norm(
     image_folder: Path, tmp_path: Path, accumulate: int
 ) -> None:

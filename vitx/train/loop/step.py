@@ -95,9 +95,11 @@ class Stepper:
         means: dict[str, Tensor] = {}
         for number, part in enumerate(self._parts(epoch, batch), 1):
             with accumulating(self.objective, last=number == parts):
-                with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
+                # Without the cache of cast weights: only the outermost autocast empties it, and one is around the whole
+                # training. What is computed again in the backward pass would leave its weights to the next step.
+                on = self.precision is not None
+                with torch.autocast(self.device.type, self.precision, enabled=on, cache_enabled=False):
                     losses = self.objective(part)
-                torch.clear_autocast_cache()  # as the outermost autocast does, and one is around the whole training
                 # Each part's loss is a mean over its images, so 1/parts makes the sum a mean over the batch.
                 with self.while_backward():
                     self.scaler.scale(losses["total"] / parts).backward()
