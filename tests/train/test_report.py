@@ -248,6 +248,17 @@ def test_the_name_of_a_class_is_no_formula(name: str) -> None:
     assert [text.replace(r"\$", "$") for text in shown] == [name, name]
 
 
+def test_long_names_of_classes_leave_room_for_the_matrix() -> None:
+    """As ImageNet's are; matplotlib warns where they leave none."""
+    names = [f"great white shark, man-eater, Carcharodon {number} carcharias" for number in range(2)]
+    figure = draw_confusion(np.eye(2, dtype=np.int64), names)
+    assert png(figure).startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    assert axes.get_window_extent().width > 100  # of 400 dots
+    shown = [label.get_text() for label in axes.get_yticklabels()]
+    assert shown == ["great white…0 carcharias", "great white…1 carcharias"]
+
+
 def test_figures_of_a_run_of_one_epoch(finished: Path) -> None:
     history = metrics_of(finished)[:1]
     for draw in (draw_curves, draw_layers):
