@@ -182,12 +182,10 @@ def test_fine_tuning_begins_with_weights() -> None:
 
 
 def test_each_method_is_alone() -> None:
-    """Also where the recipe's network has one of its own."""
-    recipe = apply_overrides(
-        get_recipe("digits-deepvit"),
-        ["model.kwargs.feat_scale=true", "model.kwargs.contranorm_scale=0.5", "cutmix.probability=0.5"],
-    )
-    alone = {**PLAIN, **ALONE, "losses.cosine": 0}
+    """Also where the recipe has one of its own."""
+    own = ["model.kwargs.feat_scale=true", "model.kwargs.contranorm_scale=0.5", "cutmix.probability=0.5"]
+    recipe = apply_overrides(get_recipe("digits-deepvit"), [*own, "losses.attention=0.1"])
+    alone = {**PLAIN, **ALONE, "losses.cosine": 0, "losses.attention": 0}
     expected: dict[str, dict[str, Any]] = {
         "plain": {},
         "cosine-loss": {"losses.cosine": 0.3},

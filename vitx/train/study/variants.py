@@ -145,7 +145,7 @@ def methods_variants(recipe: Recipe) -> list[Variant]:
         "contranorm": ("model.kwargs.contranorm_scale=0.2",),
     }
     methods["mixing-loss"] += ("cutmix.probability=1",)
-    common = (*PLAIN, *WITHOUT_LOSSES)
+    common = (*PLAIN, *WITHOUT_LOSSES, "losses.attention=0")
     return [Variant(name, (*common, *overrides), {"method": name}) for name, overrides in methods.items()]
 
 
