@@ -169,11 +169,12 @@ def certify_models(
         batch_sizes=criteria.batch_sizes,
         quiet=quiet,
     )
-    if bundle and bundle.subject()[MANIFEST] != candidate.sha256:
+    subject = bundle.subject() if bundle else {}
+    if bundle and subject[MANIFEST] != candidate.sha256:
         raise CheckFailed(f"'{bundle.path}' was replaced while it was compared: compare it again")
     certificate = _certificate(
         *(comparison, criteria, measured),
-        subject=bundle.subject() if bundle else {},
+        subject=subject,
         reference=reference.name,
         reference_sha256=reference.sha256,
         # What travels with a bundle names no path of this machine.

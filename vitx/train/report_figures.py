@@ -84,7 +84,7 @@ def draw_confusion(matrix: npt.NDArray[np.int64], class_names: Sequence[str]) ->
         return figure
     names = [*map(as_text, legend_names(class_names))]
     axes.set(xticks=range(classes), yticks=range(classes), yticklabels=names)
-    axes.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
+    axes.set_xticklabels(names, rotation=90 if max(map(len, class_names)) > 2 else 0)
     for label, given in zip(*np.nonzero(matrix), strict=True):
         color = "white" if share[label, given] > 0.5 else "black"
         axes.text(given, label, str(matrix[label, given]), ha="center", va="center", color=color, fontsize="small")
