@@ -285,6 +285,17 @@ def test_an_architecture_is_the_machine_and_the_sets_that_matter(
         assert machine.cpu_architecture.__wrapped__() == f"{name} {sets}"
 
 
+@pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_kernels_of_fewer_instruction_sets_are_another_architecture(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    of_the_processor = machine.cpu_architecture.__wrapped__()
+    monkeypatch.setenv(limit, "AVX2")
+    assert machine.cpu_architecture.__wrapped__() == f"{of_the_processor} {limit}=AVX2"
+
+
 @pytest.mark.parametrize(("exact", "on_cpu"), [(True, True), (False, True), (False, False)])
 def test_how_quantisation_runs(monkeypatch: pytest.MonkeyPatch, exact: bool, on_cpu: bool) -> None:
     class Options(dict[str, str]):

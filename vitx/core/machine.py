@@ -25,6 +25,7 @@ _INSTRUCTION_SETS = (
     *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
 _FLAGS = "flags", "Features"  # the latter are ARM's
+_LIMITS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"  # to fewer of them, of OpenVINO's kernels
 _LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 # cuDeviceGetAttribute's CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 _MAJOR, _MINOR = 75, 76
@@ -145,9 +146,13 @@ def openvino_core() -> Any:
 
 @cache
 def cpu_architecture() -> str:
-    """This processor's machine name and the instruction sets that matter to a runtime: `x86_64 avx2 fma avx512f`."""
+    """This processor's machine name and the instruction sets that matter to a runtime: `x86_64 avx2 fma avx512f`.
+
+    A variable that keeps OpenVINO from some of them is named too.
+    """
     flags = _of_first_core(Path("/proc/cpuinfo"), *_FLAGS).split()
-    return " ".join((platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags)))
+    limits = (f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name))
+    return " ".join((platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags), *limits))
 
 
 def _of_first_core(description: Path, *names: str) -> str:
