@@ -11,13 +11,15 @@ import pytest
 from bundle_fixture import PREPROCESSING, Fault, Float32Array, NumpySession, colour_images, write_bundle
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, Certificate
+from vitx.core.certificate import Verdict
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity import AcceptanceCriteria, Comparison, certify, certify_models, compare
+from vitx.parity import AcceptanceCriteria, Comparison, certification, certify, certify_models, compare
+from vitx.parity.certification import record_verdicts
 from vitx.parity.comparison import PROBE_IMAGES
 from vitx.parity.loaded_model import open_model
 from vitx.runtimes import load_session
@@ -231,6 +233,30 @@ def test_a_certificate_that_is_written_is_accepted_by_the_bundle(
     assert certificate.reference_sha256 == sha256_file(ema)
     assert certificate.reference == "colours, checkpoint best"
     assert certificate.images == 360
+
+
+def test_what_another_comparison_finds_meanwhile_stays(
+    tiny_run: RunFolder, uncertified_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vitx parity RUN BUNDLE --runtime openvino` may end while the witness set runs through every other runtime."""
+
+    def certified() -> Certificate:
+        reference, candidate = (open_model(one.path, device="cpu") for one in (tiny_run, uncertified_bundle))
+        return certify_models(reference, candidate, open_images(reference.data, "val"), write=True, quiet=True)
+
+    (own,) = (before := certified()).executables
+    another = own.executable.model_copy(update={"runtime": "openvino"})
+    found = own.model_copy(update={"executable": another, "verdict": "fail"})
+
+    def meanwhile(*given: Any, quiet: bool) -> list[Verdict]:
+        record_verdicts(uncertified_bundle, before, [found])
+        return []
+
+    monkeypatch.setattr(certification, "verdicts_of_bundle", meanwhile)
+    assert [(each.executable.runtime, each.verdict) for each in certified().executables] == [
+        ("openvino", "fail"),
+        ("onnxruntime", "pass"),
+    ]
 
 
 def test_parity_command_prints_and_writes_the_same_certificate(

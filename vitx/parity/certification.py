@@ -200,19 +200,19 @@ def _write_certificate(
     quiet: bool,
 ) -> Certificate:
     """Write the certificate with a verdict on each executable, and keep the passing ones in this machine's cache."""
-    before = kept_certificate(bundle)
-    verdicts = [*before.executables] if before is not None else []
     own = certificate.as_verdict(executable_of(bundle.subject(), candidate.session))
+    judged: list[Verdict] = []
     if certificate.verdict == "pass":
         device_of_all = device_name(device)
         judged = verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
-        verdicts += judged
         # The witness set is run in batches of another size. Its logits must agree too; flips are counted on the split.
         wrong = [v for v in judged if v.executable == own.executable and v.max_logit_error > v.max_logit_error_allowed]
         if wrong:
             reasons = (f"the witness set, in batches of {BATCH}: {'; '.join(wrong[0].reasons)}",)
             certificate = certificate.model_copy(update={"verdict": "fail", "reasons": reasons}).sealed()
             own = wrong[0]
+    before = kept_certificate(bundle)  # not sooner: a comparison in another runtime may have ended meanwhile
+    verdicts = [*(before.executables if before is not None else ()), *judged]
     if not candidate.twin:  # the last word on the runtime that ran all images, not only the witness set
         verdicts.append(own)
     if certificate.verdict == "pass" and WITNESS not in bundle.manifest.files:

@@ -151,6 +151,16 @@ def test_the_last_verdict_on_an_executable_is_kept_at_its_place() -> None:
     assert merged([], [first]) == (first,)
 
 
+def test_a_fail_on_the_whole_split_stays_until_the_split_is_run_again() -> None:
+    of_set = verdict("a").model_copy(update={"verdict": "pass", "evidence": "witness set"})
+    failed = of_set.model_copy(update={"verdict": "fail", "evidence": "evaluation split"})
+    passed = of_set.model_copy(update={"evidence": "evaluation split"})
+    assert merged([failed], [of_set, other := verdict("b")]) == (failed, other)
+    assert merged([failed], [of_set, passed]) == (passed,)
+    assert merged([passed], [of_set]) == (of_set,)
+    assert merged([failed.model_copy(update={"evidence": "witness set"})], [of_set]) == (of_set,)
+
+
 @pytest.fixture
 def kept(everything: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     """What this machine has found, of a bundle whose certificate lists four runtimes."""

@@ -84,10 +84,16 @@ def _judged(
 
 
 def merged(before: Sequence[Verdict], after: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """One verdict on each executable: the last one of `before` and then `after`."""
+    """One verdict on each executable: the last one of `before` and then `after`.
+
+    A fail on the whole split stays until the split is run again: the witness set has fewer images.
+    """
     found: list[Verdict] = []
     for verdict in (*before, *after):
-        found = [other for other in found if other.executable != verdict.executable] + [verdict]
+        known = next((other for other in found if other.executable == verdict.executable), verdict)
+        failed_on_split = (known.verdict, known.evidence) == ("fail", "evaluation split")
+        if not failed_on_split or verdict.evidence == "evaluation split":
+            found = [other for other in found if other.executable != verdict.executable] + [verdict]
     return tuple(found)
 
 
