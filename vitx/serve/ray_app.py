@@ -107,7 +107,7 @@ class Replica:
             manifest = local_bundle(path) / MANIFEST
             if not manifest.is_file() or sha256_file(manifest) != digest:
                 what = f"'{path}' on node {platform.node()} is not the bundle that was deployed"
-                raise InputError(f"{what}: every node needs the same one there; if it is a new one, deploy it again")
+                raise InputError(f"{what}: every node needs the same one there; deploy a new one from another path")
         self._core = ServerCore(args, verified(args))
         self._core.metrics.gather = self._exposition
         self._routes = App(self._core, bound=None)

@@ -357,7 +357,8 @@ def test_every_node_needs_the_bundle_that_was_deployed(
         write_bundle(path, fault="bgr")
     digest = sha256_file(tiny_bundle.path / MANIFEST)
     replica: Any = SimpleNamespace()
-    with pytest.raises(InputError, match=rf"^'{path}' on node .* is not the bundle that was deployed: every node"):
+    remedy = "every node needs the same one there; deploy a new one from another path"
+    with pytest.raises(InputError, match=rf"^'{path}' on node .* is not the bundle that was deployed: {remedy}$"):
         asyncio.run(ray_app.Replica.__init__(replica, ServeOptions(bundles=(path,)), [digest]))
 
 
