@@ -252,6 +252,39 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
 
 
 @pytest.mark.parametrize(
+    ("free", "gpus", "said"),
+    [
+        ([{"CPU": 1.0}, {"CPU": 2.0}], 0, ""),
+        ([{"CPU": 1.0}, {"CPU": 1.0}], 0, "2 CPUs"),  # as many as an actor reserves, on no single node
+        ([{}], 0, "2 CPUs"),
+        ([{"CPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}], 1, "2 CPUs and a GPU"),
+    ],
+)
+def test_a_run_that_waits_for_other_work_of_the_cluster_says_so(
+    tiny_bundle: Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    free: list[dict[str, float]],
+    gpus: int,
+    said: str,
+) -> None:
+    """Ray gives no sign, and would wait for ever for a server of the same cluster."""
+    finished = MagicMock(runtime={}, actor="a", node="node", stages={})
+    monkeypatch.setattr(pool, "_finished", lambda claims, given: (one for one in [finished]))
+    monkeypatch.setattr(pool, "_dataset", lambda claims, given, size: given)
+    monkeypatch.setattr(pool, "_connected", lambda address: nullcontext())
+    monkeypatch.setattr(pool, "available_resources_per_node", lambda: dict(enumerate(free)))
+    monkeypatch.setattr(pool.RayPool, "_pool_size", lambda self: pool.PoolSize(2, gpus, 1, 1, 1))
+    shards = listed_names(tmp_path / "list", ["a.png"])
+    with closing(Ledger(tmp_path / "list")) as ledger:
+        ledger.create({}, shards)
+        pool.RayPool(tiny_bundle, PredictOptions(ray="head:6379"))(job(tmp_path, ""), ledger, MagicMock())
+    expected = f"predict: no node of the cluster has {said} free, as an actor needs: waiting until one has\n"
+    assert capsys.readouterr().err == (expected if said else "")
+
+
+@pytest.mark.parametrize(
     ("runtime", "names"),
     [
         ("auto", ["vitx", "numpy", "pillow", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "tensorrt-rtx"]),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.console import counted
+from vitx.core.console import counted, log
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, naming_extra
 from vitx.core.files import sha256_file
 from vitx.core.machine import installed_version
@@ -38,6 +38,7 @@ from vitx.runtimes.requirements import RUNTIMES
 with naming_extra("ray"):
     import ray
     import ray.data
+    from ray._private.state import available_resources_per_node  # in public there is their sum alone
     from ray.data import Dataset
     from ray.exceptions import RayError
 
@@ -202,6 +203,9 @@ class RayPool:
         # Ray prints what happens to its actors on standard output, which is for the result of the command.
         with redirect_stdout(sys.stderr), ledger.copied() as copy, _connected(self._address):
             size = self._pool_size()
+            if self._address != LOCAL and not _has_room(size):  # Ray would wait for ever without a word
+                needed = f"{counted(size.cpus, 'CPU')}{' and a GPU' if size.gpus else ''}"
+                log(f"predict: no node of the cluster has {needed} free, as an actor needs: waiting until one has")
             options = self._options
             threads = options.threads or (None if size.gpus else size.cpus)
             how = {"runtime": options.runtime, "device": "cuda" if size.gpus else "cpu", "threads": threads}
@@ -248,6 +252,12 @@ class RayPool:
         runtime = RUNTIMES.get(self._options.runtime)
         device = self._options.device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
+
+
+def _has_room(size: PoolSize) -> bool:
+    """Whether a node has now what an actor reserves."""
+    free = available_resources_per_node().values()  # type: ignore[no-untyped-call]  # Ray has no annotation
+    return any(node.get("CPU", 0) >= size.cpus and node.get("GPU", 0) >= size.gpus for node in free)
 
 
 def _finished(claims: list[Claim], dataset: Dataset) -> Generator[Finished, None, None]:
