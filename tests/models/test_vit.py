@@ -272,6 +272,18 @@ def test_tokens_are_those_of_their_places(dynamic: bool) -> None:
     assert forward_with_tokens(model, images, classify_patches=False).patch_logits_BnC is None
 
 
+@pytest.mark.parametrize("embedding", ["patch", "cnn"])
+def test_images_of_another_size(embedding: Any) -> None:
+    """A network for any size is the one for a fixed size on that size, and takes wider images too."""
+    options: dict[str, Any] = {**SMALL, "patch_embedding": embedding}
+    fixed = randomize(VisionTransformer(**options)).eval()
+    dynamic = VisionTransformer(**options, dynamic_img_size=True).eval()
+    dynamic.load_state_dict(fixed.state_dict())
+    images = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(dynamic(images), fixed(images))
+    assert dynamic.forward_features(torch.rand(2, 3, 16, 24)).shape == (2, 1 + 4 * 6, 24)
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [

@@ -42,6 +42,7 @@ class ConvPatchEmbed(PatchEmbed):
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))  # (B, 64, S/2, S/2)
         x = self.relu(self.bn2(self.conv2(x)))
-        # (B, D, S/patch, S/patch) → (B, n, D), patches row by row.
-        tokens: Tensor = self.norm(self.proj(x).flatten(2).transpose(1, 2))
+        x = self.proj(x)
+        # (B, D, S/patch, S/patch) → (B, n, D), patches row by row; a map of them for timm's dynamic_img_size.
+        tokens: Tensor = self.norm(x.flatten(2).transpose(1, 2) if self.flatten else x.permute(0, 2, 3, 1))
         return tokens
