@@ -1,5 +1,6 @@
 """Loading published checkpoints: DeepViT's, DeiT's, timm's own, and the ViTs of transformers."""
 
+import errno
 import pickle
 import re
 import struct
@@ -213,7 +214,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}; save its tensors "
             "alone where it was made: torch.save(model.state_dict(), FILE)"
         ) from None
-    except (EOFError, KeyError) as error:  # with the number of the byte at which the pickle has an unknown instruction
+    except (EOFError, KeyError, OSError) as error:
+        # KeyError is of an unknown instruction of a pickle; EINVAL of a short zip file without its end, before whose
+        # beginning torch seeks. Other errors of the system are of the storage.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise InputError(f"'{path}' is not a checkpoint: it is cut off, or not written by torch.save") from error
     except (struct.error, *UNUSABLE) as error:
         raise InputError(f"'{path}' is not a checkpoint: {first_line(error)}") from None
