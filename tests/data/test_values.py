@@ -107,7 +107,7 @@ def test_every_format_is_listed(tmp_path: Path) -> None:
 
 def test_hidden_folders_and_files_are_no_classes(tmp_path: Path) -> None:
     for split in ("train", "val"):
-        for name in ("dog", "cat", ".git", "lost+found"):
+        for name in ("dog", "cat", ".git", "lost+found", "__MACOSX"):
             write(tmp_path / split / name / "0.png")
         (tmp_path / split / "notes.txt").touch()
     assert class_names_in(tmp_path) == ("cat", "dog")

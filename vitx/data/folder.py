@@ -61,7 +61,7 @@ def split_folder(root: Path, split: Split) -> Path:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted; hidden ones, and a volume's lost+found, are left out.
+    """The names of the folders in `folder`, sorted; hidden ones, and those that systems make, are left out.
 
     Raises InputError for a link that leads nowhere and may have been to the folder of a class.
     """
@@ -73,8 +73,12 @@ def folders_in(folder: Path) -> list[str]:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the folder `name` may hold images: every ext4 volume has a lost+found, which root alone may list."""
-    return not name.startswith(".") and name != "lost+found"
+    """Whether the folder `name` may hold images.
+
+    Not lost+found of every ext4 volume, which root alone may list, nor __MACOSX of a Mac's archives: a hidden file for
+    each of theirs, by its name and ending an image.
+    """
+    return not name.startswith(".") and name not in ("lost+found", "__MACOSX")
 
 
 def class_names_in(root: Path) -> tuple[str, ...]:
