@@ -35,6 +35,9 @@ class Objective(nn.Module):
     def forward(self, batch: MixedBatch) -> dict[str, Tensor]:
         return compute_losses(self.network, batch, self.recipe, self.classes, teacher=self.teacher)
 
+    def become_root(self) -> None:
+        """Do nothing: FSDP counts a call of it as a forward pass of this module."""
+
 
 class Stepper:
     """Takes the optimizer steps of a run.

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import vitx.train.loop.trainer
 from server_process import free_port
 from training_jobs import (
     TINY,
@@ -24,6 +26,8 @@ from training_jobs import (
 )
 from vitx.core.errors import InputError
 from vitx.train.loop.checkpoint import TENSOR_FILES
+from vitx.train.loop.evaluation import EvaluationStopped
+from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.loop.step import mean_losses, resumed_sums
 from vitx.train.recipes.recipe import Recipe
 
@@ -100,6 +104,23 @@ def test_another_number_of_processes_ends_where_one_does(
     for before, after in zip(expected, found, strict=True):
         assert after["losses"] == pytest.approx(before["losses"], rel=1e-4)
         assert after["nll"] == pytest.approx(before["nll"], rel=1e-4)
+
+
+def test_fsdp_goes_on_from_an_evaluation_that_was_stopped(
+    tmp_path: Path, small: Callable[..., Recipe], alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first forward pass is of the network, without the losses around it."""
+
+    def stopped(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise EvaluationStopped
+
+    monkeypatch.setattr(vitx.train.loop.trainer, "evaluate", stopped)
+    with pytest.raises(TrainingStopped):
+        train_one(small(), tmp_path / "run", {})
+    start_all(train_one_of, 2, 2, free_port(), small(FSDP), tmp_path / "run", True)
+    expected, found = (metrics_of(run)[-1]["losses"] for run in (alone, tmp_path / "run"))
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_sums_of_an_epoch_keep_their_mean() -> None:

@@ -267,7 +267,8 @@ def test_what_averages_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         return "ddp"
 
     monkeypatch.setattr(module, "DistributedDataParallel", ddp)
-    monkeypatch.setattr(module, "shard_module", lambda *arguments: made.append(arguments))
+    for name in ("shard_module", "make_root"):
+        monkeypatch.setattr(module, name, lambda *arguments: made.append(arguments))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     objective, both = nn.Identity(), Processes(0, 2)
     with pytest.raises(
@@ -280,7 +281,8 @@ def test_what_averages_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == []
     assert parallelize(objective, "fsdp", both, GPU) is objective
     assert parallelize(objective, "ddp", both, CPU) == parallelize(objective, "ddp", both, GPU) == "ddp"  # type: ignore[comparison-overlap]
-    assert made == [(objective, GPU), ((objective,), {"device_ids": None}), ((objective,), {"device_ids": [GPU]})]
+    of_ddp = [((objective,), {"device_ids": None}), ((objective,), {"device_ids": [GPU]})]
+    assert made == [(objective, GPU), (objective,), *of_ddp]
 
 
 class Network(nn.Module):

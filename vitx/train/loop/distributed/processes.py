@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from vitx.core.errors import InputError
@@ -112,8 +112,9 @@ def join_processes(device: torch.device) -> Iterator[Processes]:
 def parallelize(objective: nn.Module, parallel: str, processes: Processes, device: torch.device) -> nn.Module:
     """Return the module whose backward pass averages the gradients of all processes.
 
-    `objective` has the network as its attribute `network`. A single process of torchrun, such as the last one that is
-    left of several, holds the whole network. Raises InputError for FSDP without torchrun.
+    `objective` has the network as its attribute `network`, and a method `become_root` without effect. A single process
+    of torchrun, such as the last one that is left of several, holds the whole network. Raises InputError for FSDP
+    without torchrun.
     """
     if parallel == "fsdp" and "WORLD_SIZE" not in os.environ:
         raise InputError(
@@ -124,6 +125,7 @@ def parallelize(objective: nn.Module, parallel: str, processes: Processes, devic
         return objective
     if parallel == "fsdp":
         shard_module(objective, device)
+        make_root(objective)
         return objective
     return DistributedDataParallel(objective, device_ids=[device] if device.type == "cuda" else None)
 
@@ -138,6 +140,16 @@ def shard_module(module: nn.Module, device: torch.device) -> None:
     for block in getattr(network, "blocks", ()):
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)  # last: it takes the parameters that no block has taken
+
+
+def make_root(objective: Any) -> None:
+    """Let `objective` be the root of all groups: FSDP takes the module whose forward pass is the first.
+
+    A run that resumes within an evaluation would begin with one of the network alone, and fail in the next step.
+    """
+    register_fsdp_forward_method(objective, "become_root")
+    objective.become_root()
+    objective.reshard()  # after a forward pass the root's own parameters stay whole
 
 
 @contextmanager
