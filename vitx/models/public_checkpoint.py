@@ -105,7 +105,10 @@ def load_public_checkpoint(model: nn.Module, path: Path | str, *, to_train: bool
         try:
             weights = checkpoint_filter_fn(weights, model)  # type: ignore[arg-type]  # any of timm's ViT-like networks
         except UNUSABLE as error:
-            raise InputError(f"the positions of '{path}' cannot be interpolated: {first_line(error)}") from None
+            raise InputError(
+                f"the positions of '{path}' cannot be interpolated ({first_line(error)}): choose the model it was "
+                "trained as"
+            ) from None
     named: Any = getattr(model, "pretrained_cfg", None) or {}
     heads = tuple(f"{name}." for name in (*CLASSIFIERS, *_classifiers(named.get("classifier"))))
     usable = {
