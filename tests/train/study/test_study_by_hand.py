@@ -95,7 +95,10 @@ def test_a_trial_for_each_row_seed_by_seed(tmp_path: Path, image_folder: Path) -
         study.trials(VARIANTS)[0].seed = 1  # type: ignore[misc]  # it is a key of `scores`
 
 
-@pytest.mark.parametrize("entries", [(), ("runs",), ("runs", "logs", ".lock"), ("study.json", "notes.txt")])
+@pytest.mark.parametrize(
+    "entries",
+    [(), ("runs",), ("runs", "logs", ".lock"), ("runs", "logs", ".lock", "study.png"), ("study.json", "notes.txt")],
+)
 def test_a_study_is_taken_up_in_its_own_folder(
     tmp_path: Path, image_folder: Path, entries: tuple[str, ...], outcomes: dict[str, str | None]
 ) -> None:
@@ -107,6 +110,17 @@ def test_a_study_is_taken_up_in_its_own_folder(
         else:
             (folder / name).touch()
     assert make_study(tmp_path, image_folder).out == folder
+
+
+def test_a_damaged_result_is_not_needed(tmp_path: Path, image_folder: Path, outcomes: dict[str, str | None]) -> None:
+    folder = tmp_path / "study"
+    written = compare(make_study(tmp_path, image_folder), VARIANTS)
+    (folder / "study.json").write_text("{")
+    (folder / "study.png").touch()
+    with pytest.raises(InputError, match=r"StudyResult: .*; without this file the study goes on, and writes it again$"):
+        make_study(tmp_path, image_folder)
+    (folder / "study.json").unlink()
+    assert compare(make_study(tmp_path, image_folder), VARIANTS) == written
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from vitx.train.study.result import Score, StudyResult, Variant, rows_of
 from vitx.train.study.trials import Runner, Trial
 from vitx.train.study.variants import STUDIES
 
-# What may be in the folder of a study before its first run has finished, when study.json is written.
-BEGUN_STUDY = ("runs", "logs", ".lock")
+# What may be in the folder of a study without study.json, which is written when its first run has finished.
+WITHOUT_RESULT = ("runs", "logs", ".lock", "study.png")
 
 
 @dataclass
@@ -167,8 +167,11 @@ def _check_folder(out: Path, kind: StudyKind) -> None:
     """Raise InputError for a folder that holds another study, or something else, and where none can be."""
     check_folder(out)
     if (out / "study.json").is_file():
-        stored = read_record(out / "study.json", StudyResult)
+        try:
+            stored = read_record(out / "study.json", StudyResult)
+        except InputError as error:
+            raise InputError(f"{error}; without this file the study goes on, and writes it again") from None
         if stored.study != kind:
             raise InputError(f"'{out}' holds a study of {stored.study}, not of {kind}: choose another --out")
-    elif out.is_dir() and any(path.name not in BEGUN_STUDY for path in out.iterdir()):
+    elif out.is_dir() and any(path.name not in WITHOUT_RESULT for path in out.iterdir()):
         raise InputError(f"'{out}' holds something that is no study: choose another --out")
