@@ -179,7 +179,10 @@ class Store:
                 digest.update(block)
                 copy.write(block)
         if (written, digest.hexdigest()) != (size, sha256):
-            raise CheckFailed(f"'{self.url}/{name}' is not the file that its manifest lists: export the bundle again")
+            raise CheckFailed(
+                f"'{self.url}/{name}' is not the file that its manifest lists: if the bundle is being replaced, "
+                "try again; else export it again"
+            )
 
     def _blocks(self, name: str, most: int) -> Iterator[bytes]:
         """The content in blocks, and no more than a byte beyond `most`.
@@ -197,6 +200,7 @@ class Store:
         except Exception as error:  # noqa: BLE001 - each store's client raises its own
             if getattr(error, "status", None) == HTTPStatus.FORBIDDEN:
                 raise PermissionError from None
-            # The hub's has several lines, and quotes the signed URL of a file.
-            reason = without_password(" ".join(str(error).split())) or type(error).__name__
+            # The hub's has several lines, and quotes the signed URL of a file. fsspec's of a timeout has no text.
+            silent = "the server has sent nothing for too long" if isinstance(error, TimeoutError) else ""
+            reason = without_password(" ".join(str(error).split())) or silent or type(error).__name__
             raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {reason}") from None
