@@ -85,8 +85,8 @@ def test_plain_timm_gives_the_logits_of_a_plain_vit(tmp_path: Path, bundle: Bund
     assert "Nothing: the bundle was exported without a certificate." in card
 
 
-def test_methods_against_over_smoothing_are_no_networks_of_timms(tmp_path: Path, bundle: Bundle) -> None:
-    for method in ("attention=attn-scale", "feat_scale=true", "contranorm_scale=0.2"):
+def test_what_timms_plain_vit_does_not_have_keeps_its_network(tmp_path: Path, bundle: Bundle) -> None:
+    for method in ("attention=attn-scale", "feat_scale=true", "contranorm_scale=0.2", "patch_embedding=cnn"):
         request = SourceRequest(f"model:deit_digits?depth=1&{method}", weights="random")
         config = json.loads((write_folder(request, bundle, tmp_path / method) / "config.json").read_text())
         assert config["architecture"] == "deit_digits"

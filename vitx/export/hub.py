@@ -75,7 +75,7 @@ def _form(source: Source) -> TimmForm:
     plain = not isinstance(model.norm, ContraNorm) and all(
         type(block.attn) is PlainAttention and block.lamb1 is None and block.residual_scale == 1 for block in blocks
     )
-    if not plain or not isinstance(model.patch_embed, timm.layers.PatchEmbed):
+    if not plain or type(model.patch_embed) is not timm.layers.PatchEmbed:
         return TimmForm(spec.name, dict(spec.kwargs), ("vitx.models",))
     arguments = {
         "img_size": source.preprocessing.image_size,
