@@ -1,5 +1,6 @@
 """Every block against its plain formula, written out as matrix products, in float64; and its gradients."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -241,9 +242,40 @@ def test_patches_are_counted_row_by_row() -> None:
     assert int((embed(images) - dark).norm(dim=-1).argmax()) == 6
 
 
-@pytest.mark.parametrize("size", [7, 1])
-def test_an_odd_patch_is_refused(size: int) -> None:
+@pytest.mark.parametrize("size", [7, 1, (8, 7)])
+def test_an_odd_patch_is_refused(size: int | tuple[int, int]) -> None:
     with pytest.raises(
-        InputError, match=rf"^patch_size {size} of a CNN embedding must be even: its first convolution h"
+        InputError, match=rf"^patch_size {re.escape(str(size))} of a CNN embedding must be even: its first convolution"
     ):
         ConvPatchEmbed(14, size, 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "size", "message"),
+    [
+        (False, (17, 16), r"images of \(17, 16\) px for a network of \(16, 16\) px"),
+        (False, (16, 18), r"images of \(16, 18\) px for a network of \(16, 16\) px"),
+        (True, (20, 24), r"images of \(20, 24\) px are not divisible by patch_size \(8, 4\)"),
+        (True, (24, 22), r"images of \(24, 22\) px are not divisible by patch_size \(8, 4\)"),
+    ],
+)
+def test_an_embedding_by_convolutions_cuts_no_image(dynamic: bool, size: tuple[int, int], message: str) -> None:
+    """As timm's: the convolutions themselves would leave out the last rows and columns."""
+    options: dict[str, Any] = {"img_size": 16, "patch_size": (8, 4), "embed_dim": 12, "strict_img_size": not dynamic}
+    embed = randomize(ConvPatchEmbed(**options)).eval()
+    images = torch.rand(2, 3, *size)
+    with pytest.raises(InputError, match=message):
+        embed(images)
+    padding = ConvPatchEmbed(**options | {"strict_img_size": False}, dynamic_img_pad=True).eval()
+    padding.load_state_dict(embed.state_dict())
+    whole = F.pad(images, (0, -size[1] % 4, 0, -size[0] % 8))
+    torch.testing.assert_close(padding(images), padding(whole))
+    assert padding(images).shape == (2, -(-size[0] // 8) * -(-size[1] // 4), 12)
+
+
+def test_an_embedding_by_convolutions_keeps_its_patch_size() -> None:
+    embed = ConvPatchEmbed(16, 8, 3, 12)
+    with pytest.raises(InputError, match=r"^patch_size 4: a CNN embedding keeps its own, \(8, 8\)$"):
+        embed.set_input_size(patch_size=4)
+    embed.set_input_size((32, 16), 8)
+    assert embed(torch.zeros(2, 3, 32, 16)).shape == (2, 8, 12)

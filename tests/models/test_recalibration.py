@@ -192,7 +192,7 @@ def test_closed_form_means_are_counted_and_take_no_gradient() -> None:
 
 
 def test_an_impossible_size_is_refused() -> None:
-    with pytest.raises(InputError, match="img_size 30 is not divisible by patch_size 4"):
+    with pytest.raises(InputError, match=r"img_size 30 is not divisible by patch_size \(4, 4\)"):
         network().set_input_size(img_size=30)
 
 

@@ -284,6 +284,18 @@ def test_images_of_another_size(embedding: Any) -> None:
     assert dynamic.forward_features(torch.rand(2, 3, 16, 24)).shape == (2, 1 + 4 * 6, 24)
 
 
+def test_a_patch_may_be_given_as_rows_and_columns() -> None:
+    model: Any = VisionTransformer(**{**SMALL, "patch_size": (4, 2)})
+    images = torch.rand(2, 3, 16, 16)
+    assert model(images).shape == (2, 5)
+    assert model.num_tokens == 1 + 4 * 8
+    model.set_input_size(patch_size=(2, 4))
+    assert model(images).shape == (2, 5)
+    assert model.patch_embed.grid_size == (8, 4)
+    with pytest.raises(InputError, match=r"^img_size \(16, 16\) is not divisible by patch_size \(4, 3\): change one"):
+        model.set_input_size(patch_size=(4, 3))
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [

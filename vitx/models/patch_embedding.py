@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from timm.layers import PatchEmbed
+import torch.nn.functional as F
+from timm.layers import PatchEmbed, to_2tuple
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
@@ -19,7 +20,7 @@ class ConvPatchEmbed(PatchEmbed):
     def __init__(
         self,
         img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
+        patch_size: int | tuple[int, int] = 16,
         in_chans: int = 3,
         embed_dim: int = 768,
         bias: bool = True,
@@ -27,19 +28,34 @@ class ConvPatchEmbed(PatchEmbed):
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
-        if patch_size % 2:
+        if any(side % 2 for side in to_2tuple(patch_size)):
             raise InputError(f"patch_size {patch_size} of a CNN embedding must be even: its first convolution halves")
         factory = {"device": device, "dtype": dtype}
-        super().__init__(img_size, patch_size, in_chans, embed_dim, bias=bias, **factory, **kwargs)
+        # timm's embedding takes a pair as well, though its signature says less.
+        super().__init__(img_size, patch_size, in_chans, embed_dim, bias=bias, **factory, **kwargs)  # type: ignore[arg-type]
         self.conv1 = nn.Conv2d(in_chans, STEM_WIDTH, 7, stride=2, padding=3, bias=False, **factory)
         self.bn1 = nn.BatchNorm2d(STEM_WIDTH, **factory)
         self.conv2 = nn.Conv2d(STEM_WIDTH, STEM_WIDTH, 3, padding=1, bias=False, **factory)
         self.bn2 = nn.BatchNorm2d(STEM_WIDTH, **factory)
         self.relu = nn.ReLU(inplace=True)
-        half = patch_size // 2
+        half = self.patch_size[0] // 2, self.patch_size[1] // 2
         self.proj = nn.Conv2d(STEM_WIDTH, embed_dim, half, stride=half, bias=bias, **factory)
 
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """timm's, for another image size; raise InputError for another patch size, which timm makes one convolution."""
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
+            raise InputError(f"patch_size {patch_size}: a CNN embedding keeps its own, {self.patch_size}")
+        super().set_input_size(img_size)
+
     def forward(self, x: Tensor) -> Tensor:
+        size, patch = (x.shape[2], x.shape[3]), self.patch_size
+        if self.strict_img_size and size != self.img_size:
+            raise InputError(f"images of {size} px for a network of {self.img_size} px: resize them")
+        below, right = -size[0] % patch[0], -size[1] % patch[1]
+        if (below or right) and not self.dynamic_img_pad:
+            raise InputError(f"images of {size} px are not divisible by patch_size {patch}: resize them")
+        if below or right:
+            x = F.pad(x, (0, right, 0, below))
         x = self.relu(self.bn1(self.conv1(x)))  # (B, 64, S/2, S/2)
         x = self.relu(self.bn2(self.conv2(x)))
         x = self.proj(x)

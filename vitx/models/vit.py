@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed
+from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed, to_2tuple
 from timm.models.vision_transformer import Attention
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
@@ -372,7 +372,7 @@ class VisionTransformer(TimmVisionTransformer):
         The variances of Re-Attention's BatchNorm belong to the old number of tokens until `recalibrate` measures them.
         """
         _check_geometry(
-            img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size[0], self.embed_dim, 1
+            img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size, self.embed_dim, 1
         )
         before = self.num_tokens
         super().set_input_size(img_size, patch_size)
@@ -439,9 +439,10 @@ def attention_of_blocks(attention: AttentionKind | Sequence[AttentionKind], dept
     return kinds
 
 
-def _check_geometry(img_size: int | tuple[int, int], patch_size: int, embed_dim: int, num_heads: int) -> None:
-    sides = (img_size, img_size) if isinstance(img_size, int) else img_size
-    if any(side % patch_size for side in sides):
+def _check_geometry(
+    img_size: int | tuple[int, int], patch_size: int | tuple[int, int], embed_dim: int, num_heads: int
+) -> None:
+    if any(side % patch for side, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True)):
         raise InputError(f"img_size {img_size} is not divisible by patch_size {patch_size}: change one of them")
     if embed_dim % num_heads:
         raise InputError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: change one of them")
