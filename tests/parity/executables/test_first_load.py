@@ -57,7 +57,7 @@ def test_what_failed_on_the_whole_split_does_not_run_by_its_smaller_witness_set(
     passed = require(witnessed)
     failed = passed.model_copy(update={"verdict": "fail", "reasons": ("4 flips",), "evidence": "evaluation split"})
     seal_certificate(witnessed, executables=(failed,))
-    with pytest.raises(CheckFailed, match=r"says fail of onnxruntime .*: 4 flips$"):
+    with pytest.raises(CheckFailed, match=r"says fail of onnxruntime .*: 4 flips; take another --runtime, or run"):
         require(witnessed)
     assert require(witnessed, "openvino").verdict == "pass"
     seal_certificate(witnessed, executables=(failed.model_copy(update={"evidence": "witness set"}),))
@@ -257,6 +257,17 @@ def test_certified_here_by_the_command(vitx: Any, witnessed: Bundle, bare: Bundl
     code, out, err = vitx("parity", witnessed.path, "--runtime", "openvino", "--json", "--device", "cpu")
     assert (code, json.loads(out)["executables"][0]["verdict"]) == (1, "fail")
     assert "is not the checkpoint's equal in openvino" in err
+
+
+def test_a_bundle_alone_fails_where_its_whole_split_did_as_every_load_of_it_does(vitx: Any, witnessed: Bundle) -> None:
+    passed = require(witnessed, "openvino")
+    failed = passed.model_copy(update={"verdict": "fail", "reasons": ("4 flips",), "evidence": "evaluation split"})
+    seal_certificate(witnessed, executables=(failed,))
+    code, out, err = vitx("parity", witnessed.path, "--runtime", "openvino", "--json", "--device", "cpu")
+    (found,) = json.loads(out)["executables"]
+    assert (code, found["verdict"], found["evidence"]) == (1, "fail", "evaluation split")
+    assert err.endswith(": 4 flips\n")
+    assert vitx("parity", witnessed.path, "--device", "cpu")[0] == 0
 
 
 def test_a_bundle_behind_a_url_or_in_a_mounted_volume_passes_and_is_named_as_it_was_given(

@@ -10,7 +10,7 @@ from vitx.core.files import require_seal
 from vitx.parity.certification import check_graph
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.layers import first_divergence
-from vitx.parity.executables.listing import output_sets
+from vitx.parity.executables.listing import merged, output_sets
 from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
 from vitx.parity.executables.witness import Witness, read_witness
 from vitx.parity.loaded_model import DEFAULT_RUNTIME
@@ -70,7 +70,10 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     found = []
     for outputs in output_sets(bundle, runtime):
         with load_session(bundle, runtime, device=options.device, outputs=outputs) as session:
-            found.append(_judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet))
+            judged = _judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet)
+        # What failed on the whole split is refused by every load, whatever the witness set says.
+        certified = merged(certificate.executables if certificate else (), [judged])
+        found += [each for each in certified if each.executable == judged.executable]
     return found
 
 
@@ -113,8 +116,10 @@ def _certified(bundle: Bundle, certificate: Certificate, executable: Executable)
 
 def _require_pass(bundle: Bundle, found: Verdict) -> None:
     if found.verdict != "pass":
+        reasons = "; ".join(found.reasons)
         raise CheckFailed(
-            f"the certificate of '{bundle.path}' says {found.verdict} of {found.executable}: {'; '.join(found.reasons)}"
+            f"the certificate of '{bundle.path}' says {found.verdict} of {found.executable}: {reasons}; "
+            f"take another --runtime, or run `vitx parity RUN BUNDLE --runtime {found.executable.runtime}` again"
         )
 
 
