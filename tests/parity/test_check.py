@@ -199,6 +199,14 @@ def test_what_a_full_disk_does_not_take_is_said(
     assert "parity: pass: 0 of 3" in capsys.readouterr().err
 
 
+def test_a_verdict_that_no_certificate_takes_is_not_lost_in_silence(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not checked(runtime="openvino").failures
+    assert capsys.readouterr().err.startswith("parity: the verdict is not kept, there is no certificate of these files")
+    assert models.bundle.certificate() is None
+
+
 @pytest.mark.parametrize("options", [{}, {"runtime": "openvino"}])
 @pytest.mark.parametrize("change", ["edited", "cut short"])
 def test_what_an_edited_certificate_says_is_not_sealed_anew(

@@ -169,7 +169,9 @@ def _record_runtime(candidate: LoadedModel, measured: Certificate) -> None:
     """Write what was found in another runtime than the default into the certificate, if there is one of these files."""
     bundle = candidate.bundle
     assert bundle is not None
-    if (certificate := kept_certificate(bundle)) is not None:
+    if (certificate := kept_certificate(bundle)) is None:
+        log("parity: the verdict is not kept, there is no certificate of these files: run `vitx parity RUN BUNDLE`")
+    else:
         record_verdicts(bundle, certificate, [measured.as_verdict(executable_of(bundle.subject(), candidate.session))])
 
 
