@@ -1,5 +1,6 @@
 """What may run: only what has a passing verdict on exactly itself, found here or written in the certificate."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -12,12 +13,12 @@ from vitx.core import machine
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
-from vitx.core.files import cache_folder, read_record, write_json
-from vitx.parity.executables import first_load
+from vitx.core.files import cache_folder, read_record, sha256_file, write_json
+from vitx.parity.executables import first_load, verdict_cache
 from vitx.parity.executables.first_load import certify_here, require_verdict
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.listing import runtimes_for, verdicts_of_bundle
-from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
+from vitx.parity.executables.verdict_cache import cached_verdict, cached_verdicts, keep_verdict
 from vitx.parity.options import ParityOptions
 from vitx.runtimes import load_session
 from vitx.runtimes.session import executable_of
@@ -99,6 +100,25 @@ def test_a_verdict_that_was_put_into_another_s_place_is_not_taken(witnessed: Bun
     (onnx,) = {*cache.rglob("*.json")} - {openvino}
     onnx.write_bytes(openvino.read_bytes())
     assert cached_verdict(witnessed, found.executable) is None
+    assert [each.executable.runtime for each in cached_verdicts(witnessed)] == ["openvino"]
+    manifest = witnessed.path / MANIFEST
+    write_json(manifest, witnessed.manifest.model_copy(update={"name": "other"}))
+    openvino.parent.rename(openvino.parent.with_name(sha256_file(manifest)))
+    assert cached_verdicts(Bundle.open(witnessed.path)) == []
+
+
+def test_what_was_found_after_the_cache_could_not_be_written_is_the_newest(
+    witnessed: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first, second = require(witnessed), require(witnessed, "openvino")
+    assert cached_verdicts(witnessed) == [first, second]
+    monkeypatch.setattr(verdict_cache, "write_json", full)
+    monkeypatch.setattr(verdict_cache, "_unwritten", {})
+    keep_verdict(witnessed, first)
+    assert cached_verdicts(witnessed) == [second, first]
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_stops_nothing(
