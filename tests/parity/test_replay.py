@@ -17,6 +17,7 @@ from vitx.core.machine import describe_machine
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.parity import certify_models
+from vitx.parity.certification import record_verdicts
 from vitx.parity.loaded_model import open_model
 from vitx.parity.replay import verify_files
 from vitx.serve.options import ServeOptions
@@ -118,6 +119,20 @@ def test_verify_without_a_run_replays_the_candidate(bundle: Bundle, vitx: Vitx) 
     assert code == 0, err
     assert "no run at hand" in err
     assert "class of every image" in out
+
+
+@pytest.mark.parametrize(("evidence", "expected"), [("evaluation split", 0), ("witness set", 1)])
+def test_a_fail_on_the_whole_split_is_no_difference(bundle: Bundle, vitx: Vitx, evidence: str, expected: int) -> None:
+    """The certificate says so itself, and nothing runs it; what the few images of a set found may be of one machine."""
+    certificate = bundle.require_certificate()
+    own = certificate.executables[0]
+    other = own.executable.model_copy(update={"runtime": "openvino"})
+    failed = {"executable": other, "verdict": "fail", "reasons": ("drift",), "evidence": evidence}
+    record_verdicts(bundle, certificate, [own.model_copy(update=failed)])
+    code, out, err = vitx("parity", "--verify", bundle.path, "--device", "cpu")
+    assert code == expected, err
+    assert ("is not reproduced: openvino" in err) == bool(expected)
+    assert "fail" in out
 
 
 def test_numbers_that_are_not_reproduced_fail(bundle: Bundle, tiny_run: RunFolder, vitx: Vitx) -> None:

@@ -71,7 +71,8 @@ class Replay:
     """The certificate of one bundle, number by number, and the verdicts on all its executables.
 
     Those of this machine are found anew by the witness set, and fail where they do not load; those of others are as the
-    certificate says. refused: the candidates that failed when the bundle was made, which nothing runs.
+    certificate says. refused: what the certificate says fail of, and nothing runs: candidates that failed when the
+    bundle was made, and what failed on the whole split.
     """
 
     bundle: Bundle
@@ -112,8 +113,9 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
     runtimes = (*RUNTIMES_BY_DEFAULT, *(name for name in CANDIDATES if name in listed))
     here = verdicts_of_bundle(bundle, certificate.max_flip_rate, options.device, runtimes, quiet=quiet)
     here += refuted(bundle, certificate.executables, here, options.device)
-    failed = [each.executable for each in certificate.executables if each.verdict == "fail"]
-    refused = tuple(each for each in failed if each.runtime in CANDIDATES)
+    failed = [each for each in certificate.executables if each.verdict == "fail"]
+    stay = [each for each in failed if each.executable.runtime in CANDIDATES or each.evidence == "evaluation split"]
+    refused = tuple(each.executable for each in stay)
     return Replay(bundle, numbers, merged(certificate.executables, here), refused)
 
 
