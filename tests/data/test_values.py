@@ -173,6 +173,10 @@ def test_unreadable_images_are_counted_and_left_out(tmp_path: Path) -> None:
     assert (images.name, images.keys) == (str(tmp_path), ("a/0.png", "a/1.png", "b/2.png"))
     assert (images.labels.tolist(), str(images.labels.dtype)) == ([0, 0, 1], "int64")
     assert [Path(line.partition(":")[0]).name for line in images.skipped] == ["3.png", "4.png", "5.png"]
+    for index in (4, 5):
+        (tmp_path / "val" / "a" / f"{index}.png").unlink()
+    with pytest.raises(InputError, match=r"unreadable image .*a/3\.png: not an image .*TIFF\); repair or remove"):
+        open_folder(tmp_path / "val", ("a", "b"), skip_bad=False)
 
 
 def test_a_folder_of_classes_comes_before_all_else(tmp_path: Path) -> None:

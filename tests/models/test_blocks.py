@@ -273,6 +273,16 @@ def test_an_embedding_by_convolutions_cuts_no_image(dynamic: bool, size: tuple[i
     assert padding(images).shape == (2, -(-size[0] // 8) * -(-size[1] // 4), 12)
 
 
+def test_an_embedding_by_convolutions_may_keep_the_map() -> None:
+    """timm's `dynamic_img_size` wants (B, rows, columns, D), of which its positions are then interpolated."""
+    options: dict[str, Any] = {"img_size": 16, "patch_size": (8, 4), "embed_dim": 12}
+    embed = randomize(ConvPatchEmbed(**options)).eval()
+    mapped = ConvPatchEmbed(**options, flatten=False).eval()
+    mapped.load_state_dict(embed.state_dict())
+    images = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(mapped(images), embed(images).reshape(2, 2, 4, 12))
+
+
 def test_an_embedding_by_convolutions_keeps_its_patch_size() -> None:
     embed = ConvPatchEmbed(16, 8, 3, 12)
     with pytest.raises(InputError, match=r"^patch_size 4: a CNN embedding keeps its own, \(8, 8\)$"):
