@@ -106,6 +106,11 @@ class Verdict(Record):
     machine: dict[str, Any] = Field(default_factory=dict)
     created: str = ""
 
+    @property
+    def failed_on_split(self) -> bool:
+        """Whether all images refute it, against which no witness set counts: it has fewer of them."""
+        return self.verdict == "fail" and self.evidence == "evaluation split"
+
 
 class Certificate(SealedRecord):
     """Reference against candidate on the same images (docs/maths.md §6), and the verdicts on all executables."""

@@ -52,9 +52,9 @@ class ConvPatchEmbed(PatchEmbed):
         if self.strict_img_size and size != self.img_size:
             raise InputError(f"images of {size} px for a network of {self.img_size} px: resize them")
         below, right = -size[0] % patch[0], -size[1] % patch[1]
-        if (below or right) and not self.dynamic_img_pad:
-            raise InputError(f"images of {size} px are not divisible by patch_size {patch}: resize them")
         if below or right:
+            if not self.dynamic_img_pad:
+                raise InputError(f"images of {size} px are not divisible by patch_size {patch}: resize them")
             x = F.pad(x, (0, right, 0, below))
         x = self.relu(self.bn1(self.conv1(x)))  # (B, 64, S/2, S/2)
         x = self.relu(self.bn2(self.conv2(x)))

@@ -114,8 +114,7 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
     here = verdicts_of_bundle(bundle, certificate.max_flip_rate, options.device, runtimes, quiet=quiet)
     here += refuted(bundle, certificate.executables, here, options.device)
     failed = [each for each in certificate.executables if each.verdict == "fail"]
-    stay = [each for each in failed if each.executable.runtime in CANDIDATES or each.evidence == "evaluation split"]
-    refused = tuple(each.executable for each in stay)
+    refused = tuple(each.executable for each in failed if each.failed_on_split or each.executable.runtime in CANDIDATES)
     return Replay(bundle, numbers, merged(certificate.executables, here), refused)
 
 

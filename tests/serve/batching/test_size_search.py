@@ -78,13 +78,18 @@ def test_a_window_with_another_size_does_not_count(others: list[int], more: int)
     assert found[:2] == [(8, 5 * WINDOW + more), (16, WINDOW)]
 
 
-def test_a_trial_with_another_size_votes_for_neither() -> None:
-    """A window of the usual size that was disturbed is repeated; one of the other size lost."""
-    usual, tried = 4 * WINDOW + 5, 5 * WINDOW + 5
-    found = asked([8, 16], 8, no_gain, batches=(4 + 8) * WINDOW, others=[usual])
-    assert found[:3] == [(8, 5 * WINDOW + 6), (16, WINDOW), (8, WINDOW)]
-    found = asked([8, 16], 8, no_gain, batches=(4 + 8) * WINDOW, others=[tried])
-    assert found[:3] == [(8, 5 * WINDOW), (16, 6), (8, WINDOW)]
+def test_a_window_of_the_usual_size_is_repeated_and_one_of_the_other_size_lost() -> None:
+    """Where 16 has twice the rate; a batch of other rows ends a window. Of the other size that is want of requests."""
+    pair = [(8, WINDOW), (16, WINDOW)]
+
+    def trial(first: list[tuple[int, int]], pairs: int, disturbed: int) -> None:
+        windows = [*first, *pair * pairs]
+        batches = sum(count for _, count in windows) + 4 * WINDOW  # and a pause of what won
+        found = asked([8, 16], 8, lambda _: 0.1, batches=batches, others=[disturbed])
+        assert found == [*windows[:-1], (16, 5 * WINDOW)]
+
+    trial([(8, 5 * WINDOW + 6), (16, WINDOW)], 2, disturbed=4 * WINDOW + 5)  # three votes
+    trial([(8, 5 * WINDOW), (16, 6)], 4, disturbed=5 * WINDOW + 5)  # five: one was against it
 
 
 def test_windows_last_a_quarter_of_a_second_and_count_for_each_instance() -> None:

@@ -10,7 +10,7 @@ from vitx.core.files import require_seal
 from vitx.parity.certification import check_graph
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.layers import first_divergence
-from vitx.parity.executables.listing import merged, output_sets
+from vitx.parity.executables.listing import output_sets
 from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
 from vitx.parity.executables.witness import Witness, read_witness
 from vitx.parity.loaded_model import DEFAULT_RUNTIME
@@ -32,7 +32,7 @@ def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) ->
     if WITNESS not in bundle.manifest.files:
         return _certified(bundle, certificate, executable)
     found = certificate.verdict_of(executable)
-    if found is not None and found.evidence == "evaluation split":
+    if found is not None and found.failed_on_split:
         _require_pass(bundle, found)
     known = cached_verdict(bundle, executable)
     if known is not None and known.max_flip_rate <= certificate.max_flip_rate:  # `vitx parity` may have asked for less
@@ -70,10 +70,11 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     found = []
     for outputs in output_sets(bundle, runtime):
         with load_session(bundle, runtime, device=options.device, outputs=outputs) as session:
-            judged = _judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet)
-        # What failed on the whole split is refused by every load, whatever the witness set says.
-        certified = merged(certificate.executables if certificate else (), [judged])
-        found += [each for each in certified if each.executable == judged.executable]
+            known = certificate.verdict_of(executable_of(bundle.subject(), session)) if certificate else None
+            if known is not None and known.failed_on_split:  # every load refuses it, whatever the witness set says
+                found.append(known)
+            else:
+                found.append(_judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet))
     return found
 
 

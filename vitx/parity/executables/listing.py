@@ -86,13 +86,12 @@ def _judged(
 def merged(before: Sequence[Verdict], after: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """One verdict on each executable: the last one of `before` and then `after`.
 
-    A fail on the whole split stays until the split is run again: the witness set has fewer images.
+    A fail on the whole split stays until the split is run again.
     """
     found: list[Verdict] = []
     for verdict in (*before, *after):
-        known = next((other for other in found if other.executable == verdict.executable), verdict)
-        failed_on_split = (known.verdict, known.evidence) == ("fail", "evaluation split")
-        if not failed_on_split or verdict.evidence == "evaluation split":
+        stays = any(other.executable == verdict.executable and other.failed_on_split for other in found)
+        if not stays or verdict.evidence == "evaluation split":
             found = [other for other in found if other.executable != verdict.executable] + [verdict]
     return tuple(found)
 
